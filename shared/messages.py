@@ -1,0 +1,369 @@
+"""What crosses the ZeroMQ seam: the envelope and the tagged payloads.
+
+One envelope a frame: ``[version, kind, worker_epoch, generation, op_id, seq, payload]``. Payloads
+are tagged structs; the supervisor sends requests, the worker answers with any number of DATA
+frames and exactly one DONE or ERROR frame per operation. ``seq`` counts a worker's frames of one
+operation from 0. Nothing here knows gRPC, sockets or engines.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TypeAlias
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+
+class Kind(IntEnum):
+    HELLO = 1  # worker → supervisor, first frame
+    WELCOME = 2  # supervisor → worker
+    OP = 3  # supervisor → worker: a request
+    CANCEL = 4  # supervisor → worker
+    CREDIT = 5  # supervisor → worker: more chunks may be sent
+    DATA = 6  # worker → supervisor: progress, status or chunk
+    DONE = 7  # worker → supervisor: terminal, with the result
+    ERROR = 8  # worker → supervisor: terminal, with a typed error
+    HEARTBEAT = 9  # worker → supervisor
+    SHUTDOWN = 10  # supervisor → worker: finish and exit
+
+
+class Envelope(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    version: int
+    kind: int
+    epoch: bytes
+    generation: int
+    op_id: int
+    seq: int
+    payload: msgspec.Raw
+
+
+class _Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of payloads: tagged by class name, unknown fields refused."""
+
+
+# --- link ------------------------------------------------------------------------------------
+
+
+class Hello(_Message):
+    backend: str
+    backend_version: str
+    build_digest: str  # SHA-256 hex over the engine's shared libraries' identity
+    pid: int
+    capabilities: dict[str, str] = {}  # name → "yes"/"no"/"unknown"
+    state_layout: str = ""
+    # Longest time, in seconds, that each kind of call may leave the I/O thread without the GIL.
+    longest_gap_s: dict[str, float] = {}
+
+
+class Welcome(_Message):
+    owner_instance_id: str
+    heartbeat_interval_s: float
+
+
+class Heartbeat(_Message):
+    progress: int  # grows while the engine works
+    busy_op: int  # 0: idle
+    rss_bytes: int = 0
+    dropped: int = 0  # frames dropped for an old epoch or generation
+
+
+class Cancel(_Message):
+    pass
+
+
+class Credit(_Message):
+    chunks: int
+
+
+class Shutdown(_Message):
+    pass
+
+
+class WireError(_Message):
+    reason: str
+    message: str
+    metadata: dict[str, str] = {}
+    retry_after_s: float | None = None
+
+
+# --- model -----------------------------------------------------------------------------------
+
+
+class LoadOp(_Message):
+    path: str
+    model: str
+    digest: str
+    n_batch: int = 512  # tokens a decode call
+    n_ubatch: int = 512  # tokens a micro-batch: cancel granularity, compute buffer
+    n_gpu_layers: int = 0
+    flash_attn: bool = False
+    threads: int = 0  # 0: the worker chooses from what is free
+    max_contexts: int = 8  # engine contexts, in use and reclaimable together
+
+
+class Progress(_Message):
+    stage: str
+    fraction: float
+
+
+class LoadResult(_Message):
+    description: str
+    vocab: int
+    train_context: int  # tokens
+    weights_bytes: int
+    add_bos: bool
+    template_digest: str  # "" if none
+    template_supports_tools: bool
+    threads: int
+    capabilities: dict[str, str]  # name → evidence-bearing "yes: ..." / "no: ..." / "unknown: ..."
+    seconds: float
+
+
+class UnloadOp(_Message):
+    pass
+
+
+class Empty(_Message):
+    pass
+
+
+# --- prompt ----------------------------------------------------------------------------------
+
+
+class Message(_Message):
+    role: str
+    text: str
+    tool_calls: list[ToolCallPart] = []
+    tool_call_id: str = ""
+    name: str = ""
+
+
+class ToolCallPart(_Message):
+    id: str
+    name: str
+    arguments: str
+
+
+class SegmentIn(_Message):
+    """One of text, message or generated_turn_id is set."""
+
+    text: str | None = None
+    parse_special: bool = False
+    message: Message | None = None
+    generated_turn_id: str | None = None
+
+
+class PromptIn(_Message):
+    segments: list[SegmentIn]
+    tools: list[str] = []  # JSON texts
+
+
+class SegmentOut(_Message):
+    byte_begin: int
+    byte_end: int
+    token_begin: int
+    token_end: int
+    token_hash: str
+    located: bool
+
+
+# --- sessions --------------------------------------------------------------------------------
+
+
+class OpenOp(_Message):
+    session_id: str
+    prompt_format: str  # raw | chat
+    window: int  # tokens
+    k_type: str
+    v_type: str
+    kv_digest: str
+    runtime_digest: str
+
+
+class OpenResult(_Message):
+    window: int  # tokens actually allocated (the engine rounds up)
+    kv_bytes: int
+    compute_bytes: int
+    slot_cells: int  # KV cells allocated in the slot by all contexts
+    reused_context: bool
+    retained: int  # tokens the context it got still holds
+
+
+class CloseOp(_Message):
+    session_id: str
+    discard: bool = False
+
+
+class CloseResult(_Message):
+    retained: int
+
+
+class EnsureOp(_Message):
+    session_id: str
+    prefix: PromptIn
+
+
+class SuffixOp(_Message):
+    session_id: str
+    suffix: PromptIn
+    extend: bool = False
+
+
+class Status(_Message):
+    """What a prefill did. Counts are tokens."""
+
+    part: str  # prefix | suffix
+    reused: int
+    dropped: int
+    prefilled: int
+    prefix: int
+    suffix: int
+    resident: int
+    available: int
+    retained: int
+    copied: int
+    miss_reason: str  # NONE COLD TOKENS_DIFFER EXTENDED KV_DIGEST CANNOT_TRIM RECLAIMED
+    stable_token_hash: str
+    volatile_token_hash: str
+    template_additive: bool
+    turns_recomputed: int
+    seen_tokens: int
+    seconds: float
+    segments: list[SegmentOut]  # of prefix, then suffix
+
+
+class SamplingIn(_Message):
+    temperature: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int = 0
+    logit_bias: dict[int, float] = {}
+
+
+class DecodeIn(_Message):
+    sampling: SamplingIn
+    stop: list[str] = []
+    max_tokens: int = 0
+    stream_interval_ms: int = 8
+    token_ids: bool = False
+    top_logprobs: int = 0
+    ignore_eos: bool = False
+
+
+class DecodeOp(_Message):
+    session_id: str
+    turn_id: str  # becomes generated_turn_id
+    options: DecodeIn
+
+
+class TurnOp(_Message):
+    session_id: str
+    turn_id: str
+    prefix: PromptIn
+    suffix: PromptIn
+    options: DecodeIn
+
+
+class TokenLogprobOut(_Message):
+    token_id: int
+    raw: bytes
+    logprob: float
+
+
+class SampledTokenOut(_Message):
+    sampled: TokenLogprobOut
+    top: list[TokenLogprobOut]
+
+
+class ChunkOut(_Message):
+    text: str
+    tokens: int
+    token_ids: list[int] = []
+    logprobs: list[SampledTokenOut] = []
+
+
+class FinalOut(_Message):
+    stop_reason: str  # eos stop_sequence length context_full cancelled
+    stop_sequence: str
+    tokens: int
+    prefilled: int
+    engine_seconds: float
+    first_token_seconds: float
+    resident: int
+    available: int
+    seen_tokens: int
+    seed: int
+
+
+class ExplainOp(_Message):
+    session_id: str
+
+
+class BlockOut(_Message):
+    begin: int
+    end: int
+    state: str  # hot | retained
+    what: str  # prefix | suffix | generated | retained
+
+
+class ExplainResult(_Message):
+    resident: int
+    available: int
+    retained: int
+    seen_tokens: int
+    segments: list[SegmentOut]
+    blocks: list[BlockOut]
+    counters: dict[str, int]
+    turn_ids: list[str]
+    slot_cells: int
+    reclaimable_tokens: int
+
+
+class TokenizeOp(_Message):
+    text: str
+    parse_special: bool
+    add_bos: bool
+
+
+class TokenizeResult(_Message):
+    ids: list[int]
+    pieces: list[bytes]
+
+
+class DetokenizeOp(_Message):
+    ids: list[int]
+
+
+class DetokenizeResult(_Message):
+    raw: bytes
+
+
+class RenderOp(_Message):
+    messages: list[Message]
+    tools: list[str]
+    add_generation_prompt: bool
+
+
+class RenderResult(_Message):
+    text: str
+    template_digest: str
+    ids: list[int]
+
+
+Payload: TypeAlias = (
+    Hello | Welcome | Heartbeat | Cancel | Credit | Shutdown | WireError
+    | LoadOp | Progress | LoadResult | UnloadOp | Empty
+    | OpenOp | OpenResult | CloseOp | CloseResult
+    | EnsureOp | SuffixOp | Status | DecodeOp | TurnOp | ChunkOut | FinalOut
+    | ExplainOp | ExplainResult
+    | TokenizeOp | TokenizeResult | DetokenizeOp | DetokenizeResult | RenderOp | RenderResult
+)  # fmt: skip
