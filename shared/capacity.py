@@ -86,6 +86,7 @@ class ModelFacts:
     has_template: bool = False
     template_digest: str = ""
     add_bos: bool = False
+    feed_forward_length: int = 0  # elements; 0: unknown
     rope: tuple[tuple[str, str], ...] = ()  # settings that change what KV bytes mean
 
 
@@ -132,6 +133,11 @@ class SlotUse:
     resident_bytes: int = 0  # of those contexts and the weights
     reclaimable_bytes: int = 0  # what evicting closed sessions' contexts gives back
     sessions: int = 0
+    # Cells of what is reclaimable; 0 with reclaimable bytes: taken in proportion to the bytes.
+    reclaimable_cells: int = 0
+    # Of resident weights: bytes that the engine copied to anonymous memory, so that the reading
+    # of available memory lacks them. Mapped file pages are still counted as available.
+    weights_anonymous_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,3 +153,4 @@ class Resolution:
     weights_bytes: int
     placement: str
     max_sessions: int
+    allocated: int = 0  # tokens to allocate: ``effective`` rounded up as the engine does

@@ -12,6 +12,8 @@ T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
 _canonical = msgspec.msgpack.Encoder(order="deterministic")
+# Nesting without end raises RecursionError: a bad frame like any other.
+_BAD_FRAME = (msgspec.DecodeError, msgspec.ValidationError, RecursionError)
 _envelope = msgspec.msgpack.Decoder(Envelope)
 _payload: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Payload)
 
@@ -37,7 +39,7 @@ def encode_envelope(envelope: Envelope) -> bytes:
 def decode_envelope(data: bytes | memoryview) -> Envelope:
     try:
         return _envelope.decode(_checked(data))
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except _BAD_FRAME as error:
         raise CodecError(f"bad envelope: {error}") from None
 
 
@@ -49,7 +51,7 @@ def decode_payload(raw: msgspec.Raw, expected: type[T]) -> T:
     """Decode a payload and insist on its type; raises CodecError otherwise."""
     try:
         value = _payload.decode(_checked(raw))
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except _BAD_FRAME as error:
         raise CodecError(f"bad payload: {error}") from None
     if not isinstance(value, expected):
         raise CodecError(f"expected {expected.__name__}, got {type(value).__name__}")

@@ -39,7 +39,7 @@ class ModeldError(Exception):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.default_reason:
+        if cls.__dict__.get("default_reason"):  # a subclass never takes its parent's place
             type_of[cls.default_reason] = cls
 
     def to_wire(self) -> dict[str, Any]:

@@ -18,8 +18,13 @@ def new_instance_id() -> str:
     return str(uuid.uuid4())
 
 
-def new_session_id() -> str:
-    return "s-" + secrets.token_hex(8)
+def new_session_id(backend: str) -> str:
+    """The backend's name leads, so that a handle of any age finds its slot."""
+    return f"{backend}-{secrets.token_hex(8)}"
+
+
+def backend_of(session_id: str) -> str:
+    return session_id.rpartition("-")[0]
 
 
 def new_turn_id() -> str:

@@ -175,3 +175,19 @@ def runtime_digest(
             }
         )
     )
+
+
+def template_digest(source: str, bos_text: str, eos_text: str) -> str:
+    """SHA-256 hex of the raw chat template and of everything else that decides how it renders."""
+    return sha256_hex(
+        canonical(
+            {
+                "bos_token": bos_text,
+                "eos_token": eos_text,
+                "language": "jinja2",
+                "lstrip_blocks": True,
+                "source": source,
+                "trim_blocks": True,
+            }
+        )
+    )

@@ -190,6 +190,8 @@ class OpenResult(_Message):
     slot_cells: int  # KV cells allocated in the slot by all contexts
     reused_context: bool
     retained: int  # tokens the context it got still holds
+    slot_bytes: int = 0  # KV and compute bytes of all contexts in the slot
+    reclaimable_bytes: int = 0  # of those, what contexts without a session hold
 
 
 class CloseOp(_Message):
@@ -199,6 +201,9 @@ class CloseOp(_Message):
 
 class CloseResult(_Message):
     retained: int
+    slot_cells: int = 0
+    slot_bytes: int = 0
+    reclaimable_bytes: int = 0
 
 
 class EnsureOp(_Message):

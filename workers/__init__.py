@@ -1,0 +1,1 @@
+"""Worker processes: one engine each, knowing nothing of leases, clients, policy or gRPC."""

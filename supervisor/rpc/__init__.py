@@ -1,0 +1,1 @@
+"""gRPC servicers: thin, typed at both ends."""

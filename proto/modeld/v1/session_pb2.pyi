@@ -796,12 +796,14 @@ class RenderTemplateResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ..., template_digest: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
-    __slots__ = ("session", "discard")
+    __slots__ = ("session", "discard", "detach")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     DISCARD_FIELD_NUMBER: _ClassVar[int]
+    DETACH_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionHandle
     discard: bool
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., discard: _Optional[bool] = ...) -> None: ...
+    detach: bool
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., discard: _Optional[bool] = ..., detach: _Optional[bool] = ...) -> None: ...
 
 class CloseSessionResponse(_message.Message):
     __slots__ = ("retained_tokens",)

@@ -1,0 +1,312 @@
+"""A session's state and rules without transport: requests, manifest checks, what recovery needs.
+
+The synchronous and the asyncio session share this; nothing here sends a call or waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from modeld.client import calls
+from modeld.client.calls import Call, Deadlines, DecodeOptions, OpenOptions, TurnEvent, TurnItem
+from modeld.client.convert import from_proto, identity_to_proto
+from modeld.client.errors import ConnectionLost, ProtocolViolation
+from modeld.client.prompts import GeneratedTurn, PromptPart, WirePrompt, digest_of, wire_prompt
+from modeld.client.values import (
+    Chunk,
+    ContextReport,
+    Final,
+    Opened,
+    PrefillStatus,
+    QueueStatus,
+    Recovery,
+    SessionHandle,
+)
+from modeld.shared.errors import DigestMismatch, ModeldError
+from modeld.shared.manifest import Identity
+from modeld.v1 import common_pb2 as common
+from modeld.v1 import session_pb2
+
+logger = logging.getLogger(__name__)
+
+RecoveryCallback = Callable[[Recovery], None]
+
+
+def checked(status: PrefillStatus, expected: str, part: str) -> PrefillStatus:
+    """The daemon must have seen the same manifest that this client built.
+
+    Raises DigestMismatch otherwise: its numbers would speak of another prompt.
+    """
+    if expected and status.manifest_digest != expected:
+        raise DigestMismatch(
+            f"The daemon's manifest digest of the {part} is {status.manifest_digest or 'empty'}, "
+            f"this client's is {expected}: they disagree on what was asked. "
+            "Use a client and a daemon of the same version.",
+            metadata={
+                "field": f"{part}.manifest_digest",
+                "asserted": expected,
+                "actual": status.manifest_digest,
+            },
+        )
+    return status
+
+
+@dataclass
+class SessionCore:
+    """One session. ``prefix`` and ``suffix`` are the caller's own text, kept for recovery."""
+
+    options: OpenOptions
+    deadlines: Deadlines
+    opened: Opened
+    recover: bool = False
+    on_recovery: RecoveryCallback | None = None
+    recoveries: list[Recovery] = field(default_factory=list)
+    prefix: PromptPart | None = None
+    suffix: PromptPart | None = None
+    lost: Exception | None = None  # a loss that has not been recovered from yet
+    closed: bool = False
+
+    @property
+    def handle(self) -> SessionHandle:
+        return self.opened.session
+
+    @property
+    def identity(self) -> Identity:
+        return self.opened.identity
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def wire_handle(self) -> common.SessionHandle:
+        handle = self.handle
+        return common.SessionHandle(session_id=handle.session_id, generation=handle.generation)
+
+    def wire(self, part: PromptPart) -> WirePrompt:
+        return wire_prompt(
+            part,
+            prompt_format=self.identity.prompt_format,
+            session_id=self.handle.session_id,
+        )
+
+    def prefix_call(
+        self, part: PromptPart, *, turn_id: str, no_wait: bool, timeout_s: float | None
+    ) -> Call[PrefillStatus]:
+        wire = self.wire(part)
+        expected = digest_of(self.identity, wire)
+        wire.proto.manifest_digest = expected
+        request = session_pb2.EnsurePrefixRequest(
+            session=self.wire_handle(),
+            identity=identity_to_proto(self.identity),
+            prompt=wire.proto,
+            turn_id=turn_id,
+            no_wait=no_wait,
+        )
+
+        def parse(response: session_pb2.EnsurePrefixResponse) -> PrefillStatus:
+            status = checked(from_proto(PrefillStatus, response.status), expected, "prefix")
+            self._ensured(part)
+            return status
+
+        return calls.call("SessionService", "EnsurePrefix", request, parse, timeout_s)
+
+    def suffix_call(
+        self,
+        part: PromptPart,
+        *,
+        extend: bool,
+        turn_id: str,
+        no_wait: bool,
+        timeout_s: float | None,
+    ) -> Call[PrefillStatus]:
+        wire = self.wire(part)
+        expected = self._suffix_digest(wire, extend)
+        wire.proto.manifest_digest = expected
+        request = session_pb2.PrefillSuffixRequest(
+            session=self.wire_handle(),
+            identity=identity_to_proto(self.identity),
+            prompt=wire.proto,
+            extend=extend,
+            turn_id=turn_id,
+            no_wait=no_wait,
+        )
+
+        def parse(response: session_pb2.PrefillSuffixResponse) -> PrefillStatus:
+            status = checked(from_proto(PrefillStatus, response.status), expected, "suffix")
+            self._suffixed(part, extend)
+            return status
+
+        return calls.call("SessionService", "PrefillSuffix", request, parse, timeout_s)
+
+    def _suffix_digest(self, wire: WirePrompt, extend: bool) -> str:
+        """Over the whole prompt; "" (not asserted) where this client didn't send its prefix."""
+        if self.prefix is None:
+            return ""
+        before = [self.wire(self.prefix)]
+        if extend and self.suffix is not None:
+            before.append(self.wire(self.suffix))
+        return digest_of(self.identity, *before, wire)
+
+    def decode_call(
+        self, options: DecodeOptions, *, turn_id: str, no_wait: bool, timeout_s: float | None
+    ) -> Call[TurnEvent]:
+        request = session_pb2.DecodeRequest(
+            session=self.wire_handle(),
+            identity=identity_to_proto(self.identity),
+            options=options.to_proto(),
+            turn_id=turn_id,
+            no_wait=no_wait,
+        )
+        parse = calls.tagged_events(
+            {kind: calls.TURN_EVENTS[kind] for kind in ("queued", "chunk", "final")}
+        )
+        return calls.call("SessionService", "Decode", request, parse, timeout_s)  # type: ignore[arg-type]
+
+    def turn_call(
+        self,
+        prefix: PromptPart,
+        suffix: PromptPart,
+        options: DecodeOptions,
+        *,
+        no_wait: bool,
+        timeout_s: float | None,
+    ) -> Call[TurnEvent]:
+        wires = {"prefix": self.wire(prefix), "suffix": self.wire(suffix)}
+        expected = {
+            "prefix": digest_of(self.identity, wires["prefix"]),
+            "suffix": digest_of(self.identity, wires["prefix"], wires["suffix"]),
+        }
+        for name, wire in wires.items():
+            wire.proto.manifest_digest = expected[name]
+        request = session_pb2.TurnRequest(
+            session=self.wire_handle(),
+            identity=identity_to_proto(self.identity),
+            prefix=wires["prefix"].proto,
+            suffix=wires["suffix"].proto,
+            options=options.to_proto(),
+            no_wait=no_wait,
+        )
+        tagged = calls.tagged_events(calls.TURN_EVENTS)
+
+        def parse(message: Any) -> TurnEvent | None:
+            event = tagged(message)
+            if event is not None and event[0] in expected:
+                checked(event[1], expected[event[0]], event[0])
+                if event[0] == "prefix":
+                    self._ensured(prefix)
+                else:
+                    self._suffixed(suffix, extend=False)
+            return event
+
+        return calls.call("SessionService", "Turn", request, parse, timeout_s)  # type: ignore[arg-type]
+
+    def explain_call(self) -> Call[ContextReport]:
+        request = session_pb2.ExplainContextRequest(
+            session=self.wire_handle(), identity=identity_to_proto(self.identity)
+        )
+        parse = calls.answer(ContextReport)
+        timeout_s = self.deadlines.quick_s
+        return calls.call("SessionService", "ExplainContext", request, parse, timeout_s)
+
+    # --- what calls leave behind -----------------------------------------------------------------
+
+    def _ensured(self, part: PromptPart) -> None:
+        self.prefix, self.suffix = part, None
+
+    def _suffixed(self, part: PromptPart, extend: bool) -> None:
+        keep = extend and self.suffix is not None
+        self.suffix = self.suffix.extended(part) if keep and self.suffix else part
+
+    def generated(self, state: StreamState) -> GeneratedTurn | None:
+        """The finished answer as a turn to refer to, or None where there is none."""
+        if state.final is None or not state.final.generated_turn_id:
+            return None
+        return GeneratedTurn(state.final.generated_turn_id, self.handle.session_id, state.text)
+
+    def adopt(self, opened: Opened, cause: Exception, *, operation: str, retried: bool) -> Recovery:
+        """Take the reopened session; record, log and tell it."""
+        old = self.handle
+        same = opened.attached and opened.session.session_id == old.session_id
+        reason = cause.reason if isinstance(cause, ModeldError) else ""
+        if isinstance(cause, ConnectionLost):
+            reason = "CONNECTION_LOST"
+        recovery = Recovery(
+            cause=reason or type(cause).__name__,
+            message=str(cause),
+            unix_s=time.time(),
+            old=old,
+            new=opened.session,
+            attached=same,
+            operation=operation,
+            retried=retried,
+            detail=opened.detail,
+        )
+        self.opened = opened
+        self.lost = None
+        self.recoveries.append(recovery)
+        logger.warning(
+            "session %s was lost in %s (%s); continued as %s%s",
+            old.session_id,
+            operation,
+            recovery.cause,
+            opened.session.session_id,
+            ", the call is sent again" if retried else "",
+        )
+        if self.on_recovery is not None:
+            self.on_recovery(recovery)
+        return recovery
+
+
+@dataclass
+class StreamState:
+    """What a turn's or a decode's stream has brought so far."""
+
+    queue: QueueStatus | None = None
+    prefix_status: PrefillStatus | None = None
+    suffix_status: PrefillStatus | None = None
+    final: Final | None = None
+    pieces: list[str] = field(default_factory=list)
+    delivered: bool = False  # a chunk has reached the caller: the call is never sent again
+    started_s: float = field(default_factory=time.monotonic)
+    seconds_to_first_token: float | None = None  # as this side saw it, waiting included
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def feed(self, kind: str, value: TurnItem) -> Chunk | None:
+        """Take one event; returns the chunk if it was one."""
+        if isinstance(value, Chunk):
+            if self.seconds_to_first_token is None:
+                self.seconds_to_first_token = time.monotonic() - self.started_s
+            self.delivered = True
+            self.pieces.append(value.text)
+            return value
+        if isinstance(value, QueueStatus):
+            self.queue = value
+        elif isinstance(value, Final):
+            self.final = value
+        elif kind == "prefix":
+            self.prefix_status = value
+        else:
+            self.suffix_status = value
+        return None
+
+    def require_final(self) -> Final:
+        if self.final is None:
+            raise ProtocolViolation("The stream ended without its final record.")
+        return self.final
+
+
+def decode_options(options: DecodeOptions | None, overrides: Mapping[str, Any]) -> DecodeOptions:
+    """Options from an object or from keywords, not both."""
+    if options is not None and overrides:
+        raise TypeError("pass decode options as an object or as keywords, not both")
+    return options if options is not None else DecodeOptions(**overrides)
+
+
+def restores(operation: str, restore: bool | None) -> bool:
+    """A turn and an ensured prefix carry their own text; the other calls build on earlier ones."""
+    return operation != "turn" if restore is None else restore

@@ -1,0 +1,386 @@
+"""A GGUF file's facts, from its header alone, and the proof that its tensors lie in the file.
+
+Reads a file once, in bounded time and memory (``gguf_parse``); loads no weights, knows no engine.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+
+from modeld.shared.capacity import LayerFacts, ModelFacts
+from modeld.shared.errors import ModelLoadFailed
+from modeld.shared.gguf_parse import (
+    ArrayInfo,
+    TensorInfo,
+    Value,
+    parse,
+    read_string,
+    refuse,
+    repeated_string,
+)
+from modeld.shared.gguf_types import (
+    ADD_BOS_PRE_TOKENIZERS,
+    ADD_BOS_VOCABULARIES,
+    FILE_TYPES,
+    TENSOR_TYPES,
+    WINDOW_PERIOD,
+)
+
+DEFAULT_ALIGNMENT = 32
+MAX_LAYERS = 4096
+TOKENS_KEY = "tokenizer.ggml.tokens"
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """A parsed header. Sizes are bytes; a property of a missing key is 0, "" or None.
+
+    Properties raise ModelLoadFailed for a key of the wrong type.
+    """
+
+    version: int
+    file_bytes: int
+    metadata: Mapping[str, Value]
+    arrays: Mapping[str, ArrayInfo]  # every array key: length, and where its elements begin
+    tensors: tuple[TensorInfo, ...]
+    alignment: int
+    data_offset: int  # where the tensors' data begins
+    bos_text: str
+    eos_text: str
+
+    def integer(self, key: str, default: int = 0) -> int:
+        value = self.metadata.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise refuse(f"{key!r} is {value!r:.100}, not an integer")
+        return value
+
+    def text(self, key: str) -> str:
+        value = self.metadata.get(key, "")
+        if not isinstance(value, str):
+            raise refuse(f"{key!r} is {value!r:.100}, not a text")
+        return value
+
+    def per_layer(self, key: str, default: int) -> tuple[int, ...]:
+        """An integer key that may be an array: one value for each block."""
+        value = self.metadata.get(key, default)
+        if isinstance(value, tuple):
+            if len(value) < self.block_count or not all(isinstance(v, int) for v in value):
+                raise refuse(
+                    f"{key!r} has {len(value)} elements for {self.block_count} blocks, "
+                    "or not only integers"
+                )
+            return tuple(int(v) for v in value[: self.block_count])
+        return (self.integer(key, default),) * self.block_count
+
+    def own(self, name: str) -> str:
+        """The key of this architecture's setting ``name``."""
+        return f"{self.architecture}.{name}"
+
+    @property
+    def architecture(self) -> str:
+        return self.text("general.architecture")
+
+    @property
+    def name(self) -> str:
+        return self.text("general.name")
+
+    @property
+    def context_length(self) -> int:
+        return self.integer(self.own("context_length"))
+
+    @property
+    def block_count(self) -> int:
+        count = self.integer(self.own("block_count"))
+        if not 0 <= count <= MAX_LAYERS:
+            raise refuse(f"block_count is {count}, more than {MAX_LAYERS}")
+        return count
+
+    @property
+    def embedding_length(self) -> int:
+        return self.integer(self.own("embedding_length"))
+
+    @property
+    def feed_forward_length(self) -> int:
+        """The widest layer's."""
+        return max(self.per_layer(self.own("feed_forward_length"), 0), default=0)
+
+    @property
+    def head_count(self) -> int:
+        """Attention heads; the most of any layer where they differ."""
+        return max(self.per_layer(self.own("attention.head_count"), 0), default=0)
+
+    @property
+    def head_count_kv(self) -> tuple[int, ...]:
+        """KV heads of each layer."""
+        heads = self.per_layer(self.own("attention.head_count"), 0)
+        key = self.own("attention.head_count_kv")
+        return self.per_layer(key, 0) if key in self.metadata else heads
+
+    def _head_length(self, name: str) -> int:
+        default = self.embedding_length // self.head_count if self.head_count > 0 else 0
+        return self.integer(self.own(f"attention.{name}"), default)
+
+    @property
+    def key_length(self) -> int:
+        return self._head_length("key_length")
+
+    @property
+    def value_length(self) -> int:
+        return self._head_length("value_length")
+
+    @property
+    def sliding_window(self) -> int:
+        return self.integer(self.own("attention.sliding_window"))
+
+    @property
+    def rope(self) -> tuple[tuple[str, str], ...]:
+        """RoPE settings as sorted (key, value) texts: they change what KV bytes mean."""
+        prefix = self.own("rope.")
+        return tuple(
+            sorted((key, repr(v)) for key, v in self.metadata.items() if key.startswith(prefix))
+        )
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens in the vocabulary."""
+        tokens = self.arrays.get(TOKENS_KEY)
+        return tokens.length if tokens else self.integer(self.own("vocab_size"))
+
+    @property
+    def tokenizer_model(self) -> str:
+        return self.text("tokenizer.ggml.model")
+
+    @property
+    def tokenizer_pre(self) -> str:
+        return self.text("tokenizer.ggml.pre")
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.text("tokenizer.chat_template") or None
+
+    @property
+    def add_bos(self) -> bool:
+        """As the file says, else as the engine decides for this kind of vocabulary."""
+        value = self.metadata.get("tokenizer.ggml.add_bos_token")
+        if isinstance(value, bool):
+            return value
+        if self.tokenizer_model in ADD_BOS_VOCABULARIES:
+            return True
+        return self.tokenizer_model == "gpt2" and self.tokenizer_pre in ADD_BOS_PRE_TOKENIZERS
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._token_id("bos")
+
+    @property
+    def eos_id(self) -> int | None:
+        return self._token_id("eos")
+
+    def _token_id(self, which: str) -> int | None:
+        key = f"tokenizer.ggml.{which}_token_id"
+        if key not in self.metadata:
+            return None
+        value = self.integer(key)
+        return value if 0 <= value < self.vocabulary else None
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors; raises ModelLoadFailed for a type or shape that can't be."""
+        return sum(tensor_size(tensor) for tensor in self.tensors)
+
+    @property
+    def quantization(self) -> str:
+        """The file type's name; the type that holds most bytes where it isn't declared."""
+        declared = FILE_TYPES.get(self.integer("general.file_type", -1))
+        if declared:
+            return declared
+        size_of: dict[str, int] = {}
+        for tensor in self.tensors:
+            name = (
+                TENSOR_TYPES[tensor.type_number].name if tensor.type_number in TENSOR_TYPES else "?"
+            )
+            size_of[name] = size_of.get(name, 0) + tensor_size(tensor)
+        return max(size_of, key=lambda name: size_of[name]) if size_of else ""
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any layer keeps a recurrent state, by the model's own settings."""
+        marks = ("ssm.", "wkv.", "shortconv.", "kda.")
+        return any(key.startswith(self.own(mark)) for mark in marks for key in self.metadata)
+
+
+def tensor_size(tensor: TensorInfo) -> int:
+    """Bytes of one tensor. Raises ModelLoadFailed for an unknown type or a broken row."""
+    kind = TENSOR_TYPES.get(tensor.type_number)
+    if kind is None:
+        raise refuse(f"tensor {tensor.name!r} has the unknown type {tensor.type_number}")
+    elements = 1
+    for dimension in tensor.dimensions:
+        elements *= dimension
+    row = tensor.dimensions[0] if tensor.dimensions else 1
+    if row % kind.block:
+        raise refuse(
+            f"tensor {tensor.name!r} has rows of {row} elements, "
+            f"which {kind.name} stores in blocks of {kind.block}"
+        )
+    return elements // kind.block * kind.block_bytes
+
+
+def read_header(path: str | Path) -> GgufHeader:
+    """Read a file's header. Raises ModelLoadFailed in words that say what to do."""
+    try:
+        # Not blocking: a named pipe in a model's place must not hold the caller.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ModelLoadFailed(
+            f"The model file can't be opened: {reason}.", metadata={"cause": "open"}
+        ) from None
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise refuse("it is not a regular file")
+        size = status.st_size
+        parsed = parse(file, size)
+        metadata = MappingProxyType(parsed.metadata)
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if (
+            isinstance(alignment, bool)
+            or not isinstance(alignment, int)
+            or not 1 <= alignment <= 65536
+            or alignment & (alignment - 1)
+        ):
+            raise refuse(f"its alignment is {alignment!r:.100}, not a power of two up to 65536")
+
+        def token_text(which: str) -> str:
+            tokens = parsed.arrays.get(TOKENS_KEY)
+            index = metadata.get(f"tokenizer.ggml.{which}_token_id")
+            if tokens is None or not tokens.strings or not isinstance(index, int):
+                return ""
+            return read_string(file, size, tokens, index) if 0 <= index < tokens.length else ""
+
+        return GgufHeader(
+            version=parsed.version,
+            file_bytes=size,
+            metadata=metadata,
+            arrays=MappingProxyType(parsed.arrays),
+            tensors=tuple(parsed.tensors),
+            alignment=alignment,
+            data_offset=_padded(parsed.end, alignment),
+            bos_text=token_text("bos"),
+            eos_text=token_text("eos"),
+        )
+
+
+def repeated_token(path: str | Path, header: GgufHeader) -> tuple[int, str] | None:
+    """The first token whose text another has too (which aborts the engine), or None."""
+    tokens = header.arrays.get(TOKENS_KEY)
+    if tokens is None or not tokens.strings:
+        return None
+    with open(path, "rb", buffering=0) as file:
+        return repeated_string(file, header.file_bytes, tokens)
+
+
+def _padded(offset: int, alignment: int) -> int:
+    return (offset + alignment - 1) // alignment * alignment
+
+
+def check_extents(header: GgufHeader, file_bytes: int) -> None:
+    """Raise ModelLoadFailed unless every tensor lies in the file, aligned, overlapping none."""
+    before, free_from = "", 0
+    for tensor in sorted(header.tensors, key=lambda tensor: tensor.offset):
+        size = tensor_size(tensor)
+        begin = header.data_offset + tensor.offset
+        if tensor.offset % header.alignment:
+            raise refuse(
+                f"tensor {tensor.name!r} begins at {tensor.offset}, "
+                f"which is not a multiple of {header.alignment}"
+            )
+        if tensor.offset < free_from:
+            raise refuse(f"tensors {before!r} and {tensor.name!r} overlap")
+        if begin + size > file_bytes:
+            raise refuse(
+                f"it is truncated: tensor {tensor.name!r} needs bytes {begin}..{begin + size}, "
+                f"the file has {file_bytes}"
+            )
+        before, free_from = tensor.name, tensor.offset + size
+
+
+def _windowed(header: GgufHeader) -> tuple[bool, ...] | None:
+    """Which layers attend a window only; None where a window is declared without a pattern."""
+    count = header.block_count
+    if header.sliding_window <= 0:
+        return (False,) * count
+    key = header.own("attention.sliding_window_pattern")
+    if isinstance(header.metadata.get(key), tuple):
+        return tuple(bool(value) for value in header.per_layer(key, 0))
+    period = header.integer(key, WINDOW_PERIOD.get(header.architecture, 0))
+    if period <= 0:
+        return None
+    return tuple(layer % period < period - 1 for layer in range(count))
+
+
+def model_facts(header: GgufHeader, file_bytes: int, *, template_digest: str = "") -> ModelFacts:
+    """What the planner needs. Raises ModelLoadFailed where the header contradicts itself.
+
+    ``window_cells`` of a layer is the declared window: the engine's micro-batch and padding are
+    the planner's to add.
+    """
+    windowed = _windowed(header)
+    shared = header.integer(header.own("attention.shared_kv_layers"))
+    own_kv = max(header.block_count - max(shared, 0), 0)  # the last ones reuse another's KV
+    key_length, value_length = header.key_length, header.value_length
+    kv_heads = header.head_count_kv
+    if min(key_length, value_length, *kv_heads, 0) < 0:
+        raise refuse("a head count or length is negative")
+
+    def of_layer(layer: int) -> LayerFacts:
+        local = bool(windowed and windowed[layer])
+        key, value = key_length, value_length
+        if local:
+            key = header.integer(header.own("attention.key_length_swa"), key)
+            value = header.integer(header.own("attention.value_length_swa"), value)
+        heads = kv_heads[layer] if layer < own_kv else 0
+        return LayerFacts(1, heads, key, value, header.sliding_window if local else 0)
+
+    kinds = sorted(
+        (of_layer(layer) for layer in range(header.block_count)),
+        key=lambda facts: (
+            facts.window_cells,
+            facts.kv_heads,
+            facts.key_length,
+            facts.value_length,
+        ),
+    )
+    layers = tuple(
+        LayerFacts(
+            len(list(group)), kind.kv_heads, kind.key_length, kind.value_length, kind.window_cells
+        )
+        for kind, group in groupby(kinds)
+    )
+    return ModelFacts(
+        architecture=header.architecture,
+        name=header.name,
+        layers=layers,
+        embedding_length=header.embedding_length,
+        heads=header.head_count,
+        model_max=header.context_length,
+        vocabulary=header.vocabulary,
+        weights_bytes=header.tensor_bytes,
+        file_bytes=file_bytes,
+        quantization=header.quantization,
+        sliding_window=header.sliding_window,
+        unknown_pattern=windowed is None,
+        recurrent=header.recurrent,
+        has_template=header.chat_template is not None,
+        template_digest=template_digest,
+        add_bos=header.add_bos,
+        feed_forward_length=header.feed_forward_length,
+        rope=header.rope,
+    )

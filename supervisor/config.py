@@ -1,0 +1,236 @@
+"""The daemon's configuration: one value made of flags, environment, file and defaults.
+
+Owns precedence, where a value came from, and checks over several settings; knows nothing of what
+a setting does. The settings themselves stand in ``settings``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modeld.shared.capacity import CapacityPolicy
+from modeld.shared.lease_record import default_data_root
+from modeld.supervisor.settings import (
+    BY_NAME,
+    ENV_PREFIX,
+    SETTINGS,
+    ConfigError,
+    is_loopback,
+    parse_value,
+    split_address,
+    unknown_setting,
+)
+
+__all__ = ["SETTINGS", "Config", "ConfigError", "load_config", "split_address"]
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "modeld.toml"
+SOCKET_NAME = "modeld.sock"
+MAX_SOCKET_PATH_BYTES = 107  # the system's limit for a unix socket's path
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every setting, checked. Names and units are those of ``SETTINGS``."""
+
+    data_root: Path
+    listen: str
+    tls_cert: str
+    tls_key: str
+    tls_client_ca: str
+    backends: tuple[str, ...]
+    idle_release_s: float
+    session_ttl_s: float
+    turn_idle_s: float
+    queue_limit: int
+    max_sessions: int
+    max_window: int
+    floor_window: int
+    sessions_share: int
+    reserve_bytes: int
+    user_limit_bytes: int
+    k_type: str
+    v_type: str
+    n_batch: int
+    n_ubatch: int
+    threads: int
+    drain_grace_s: float
+    stall_limit_s: float
+    max_message_bytes: int
+    max_prompt_bytes: int
+    heartbeat_limit_s: float
+    lease_ttl_s: float
+    log_level: str
+    log_prompts: bool
+    sources: tuple[tuple[str, str], ...] = ()  # (setting, where it came from), defaults left out
+
+    @property
+    def socket_path(self) -> Path:
+        return self.data_root / SOCKET_NAME
+
+    @property
+    def tls(self) -> bool:
+        return bool(self.tls_cert)
+
+    def capacity_policy(self) -> CapacityPolicy:
+        """What the planner takes of it."""
+        return CapacityPolicy(
+            reserve_bytes=self.reserve_bytes,
+            user_limit_bytes=self.user_limit_bytes,
+            max_window=self.max_window,
+            floor_window=self.floor_window,
+            sessions_share=self.sessions_share,
+            max_sessions=self.max_sessions,
+            n_batch=self.n_batch,
+            n_ubatch=self.n_ubatch,
+        )
+
+
+def load_config(
+    flags: Mapping[str, object], env: Mapping[str, str], data_root: Path | None = None
+) -> Config:
+    """Flags (None: not given) over environment over ``<data_root>/modeld.toml`` over defaults.
+
+    The data root is ``data_root``, else the flag, else MODELD_DATA_ROOT, else the platform's
+    folder. Raises ConfigError naming the flag, the variable, or the file with its line.
+    """
+    given = dict(flags)
+    flagged_root = given.pop("data_root", None)
+    if data_root is None:
+        data_root = Path(str(flagged_root)) if flagged_root else default_data_root(env)
+    data_root = data_root.expanduser().absolute()
+    values: dict[str, Any] = {setting.name: setting.default for setting in SETTINGS}
+    sources: dict[str, str] = {}
+
+    def take(name: str, value: object, where: str) -> None:
+        values[name] = parse_value(BY_NAME[name], value, where)
+        sources[name] = where
+
+    for name, value, where in _from_file(data_root / FILE_NAME):
+        take(name, value, where)
+    for name, value, where in _from_env(env):
+        take(name, value, where)
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name not in BY_NAME:
+            raise unknown_setting(name, f"flag --{name.replace('_', '-')}")
+        take(name, value, f"flag {BY_NAME[name].flag}")
+    # A default gives way where it would contradict what was asked for.
+    for name, bound in (("floor_window", "max_window"), ("n_ubatch", "n_batch")):
+        if name not in sources and values[bound]:
+            values[name] = min(values[name], values[bound])
+    config = Config(data_root=data_root, **values, sources=tuple(sorted(sources.items())))
+    _check_together(config, sources)
+    return config
+
+
+# --- sources ---------------------------------------------------------------------------------
+
+
+def _from_file(path: Path) -> list[tuple[str, object, str]]:
+    try:
+        text = path.read_bytes().decode()
+        table = tomllib.loads(text)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+    found = []
+    for name, value in table.items():
+        where = f"{path}, line {find_line(text, name)}"
+        if name not in BY_NAME:
+            raise unknown_setting(name, where)
+        found.append((name, value, where))
+    return found
+
+
+def find_line(text: str, key: str) -> int:
+    """The line (from 1) on which a top-level key or table of a valid TOML text begins.
+
+    The parser tells no lines, but what stands before the right one parses without the key.
+    """
+    lines = text.splitlines()
+    begins = re.compile(rf"""^\s*\[{{0,2}}\s*["']?{re.escape(key)}["']?\s*[\].=]""")
+    for index, line in enumerate(lines):
+        if not begins.match(line):
+            continue
+        try:
+            before = tomllib.loads("\n".join(lines[:index]))
+        except tomllib.TOMLDecodeError:
+            continue  # inside a multi-line value
+        if key not in before:
+            return index + 1
+    return 1
+
+
+def _from_env(env: Mapping[str, str]) -> list[tuple[str, object, str]]:
+    known = {setting.env: setting.name for setting in SETTINGS}
+    for variable in env:
+        if variable.startswith(ENV_PREFIX) and variable not in known:
+            near = difflib.get_close_matches(variable, known, n=1, cutoff=0.85)
+            if near:
+                log.warning("the variable %s is no setting; did you mean %s?", variable, near[0])
+    return [
+        (name, env[variable], f"variable {variable}")
+        for variable, name in known.items()
+        if variable in env
+    ]
+
+
+# --- checks over several settings ------------------------------------------------------------
+
+
+def _check_together(config: Config, sources: Mapping[str, str]) -> None:
+    def refuse(name: str, detail: str) -> ConfigError:
+        where = sources.get(name, "default")
+        value = getattr(config, name)
+        return ConfigError(
+            f"{where}: {name} = {value!r} can't be used: {detail}",
+            metadata={"source": where, "field": name, "value": value},
+        )
+
+    if bool(config.tls_cert) != bool(config.tls_key):
+        given = "tls_cert" if config.tls_cert else "tls_key"
+        raise refuse(given, "tls_cert and tls_key are given together or not at all.")
+    if config.tls_client_ca and not config.tls_cert:
+        raise refuse("tls_client_ca", "it needs tls_cert and tls_key.")
+    address = split_address(config.listen)
+    if config.tls_cert and address is None:
+        raise refuse("tls_cert", "a unix socket has no TLS; set listen to host:port.")
+    if address is not None and not is_loopback(address[0]) and not config.tls_client_ca:
+        raise refuse(
+            "listen",
+            f"{address[0]} is reachable from other machines, which needs TLS with client "
+            "certificates. Set tls_cert, tls_key and tls_client_ca, or listen on 127.0.0.1.",
+        )
+    if config.max_window and config.floor_window > config.max_window:
+        raise refuse(
+            "floor_window",
+            f"floor_window ({config.floor_window}) is more than max_window ({config.max_window}).",
+        )
+    if config.n_ubatch > config.n_batch:
+        raise refuse(
+            "n_ubatch", f"n_ubatch ({config.n_ubatch}) is more than n_batch ({config.n_batch})."
+        )
+    length = len(os.fsencode(config.socket_path))
+    if address is None and length > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"The data root {config.data_root} is too long for a unix socket: {length} bytes with "
+            f"{SOCKET_NAME}, {MAX_SOCKET_PATH_BYTES} are allowed. Choose a shorter --data-root, "
+            "or set listen to a loopback host:port.",
+            metadata={"field": "data_root", "value": config.data_root},
+        )

@@ -1,0 +1,173 @@
+"""What an import checks and reads: paths, names, types, digests, the bytes themselves.
+
+Functions only; the store decides where things go. Messages are for a person whose first import
+went wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from modeld.shared.errors import (
+    BackendMismatch,
+    DigestMismatch,
+    InvalidRequest,
+    UnsupportedModelType,
+)
+from modeld.shared.ids import check_model_name
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 4 * 1024 * 1024
+
+# Called with (stage, done_bytes, total_bytes); stages are "check", "hash", "copy". What it raises
+# ends the import, which leaves nothing behind.
+ImportProgress = Callable[[str, int, int], None]
+
+
+def derive_name(path: Path) -> str:
+    """A valid model name from a file's name. Raises InvalidRequest if nothing of it can stay."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._")[:128].rstrip("-._")
+    if not name:
+        raise InvalidRequest.of(
+            "name",
+            "",
+            "letters, digits, '.', '_' and '-'",
+            f"None can be made from the file name {path.name!r}: give the model a name.",
+        )
+    return check_model_name(name)
+
+
+# --- checks ----------------------------------------------------------------------------------
+
+
+def check_source(path: Path) -> Path:
+    """The real file behind ``path``, links resolved; InvalidRequest for whatever isn't one."""
+
+    def bad(detail: str) -> InvalidRequest:
+        return InvalidRequest.of(
+            "path", str(path)[:1000], "the absolute path of a GGUF file", detail
+        )
+
+    if not path.is_absolute():
+        raise bad("It is not absolute.")
+    try:
+        real = path.resolve(strict=True)
+        status = real.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        near = difflib.get_close_matches(path.name, _names_in(path.parent), n=2)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise bad(f"There is no such file on the daemon's machine.{hint}") from None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise bad(f"The system says: {getattr(error, 'strerror', None) or error}.") from None
+    if stat.S_ISDIR(status.st_mode):
+        files = sorted(name for name in _names_in(real) if name.endswith(".gguf"))
+        hint = f": {', '.join(files[:3])}" if files else ""
+        raise bad(f"It is a folder; name the .gguf file in it{hint}.")
+    if not stat.S_ISREG(status.st_mode):
+        raise bad("It is not a regular file.")
+    if not os.access(real, os.R_OK):
+        raise bad("The daemon may not read it; check its permissions.")
+    if status.st_size == 0:
+        raise bad("It is empty; the download may have failed.")
+    return real
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return [entry.name for entry in folder.iterdir()]
+    except OSError:
+        return []
+
+
+def check_type(model_type: str) -> None:
+    if model_type in ("", "llama"):
+        return
+    metadata = {"type": model_type, "served": "llama"}
+    if model_type == "openvino":
+        raise BackendMismatch(
+            "This daemon serves models of type 'llama' (GGUF files), not 'openvino'. "
+            "Import the GGUF form of the model.",
+            metadata=metadata,
+        )
+    raise UnsupportedModelType(
+        f"There is no model type {model_type[:40]!r}: it is 'llama' (a GGUF file). "
+        "Leave it out to go by the content.",
+        metadata=metadata,
+    )
+
+
+def check_digest(digest: str) -> str:
+    plain = digest.lower().removeprefix("sha256:")
+    if plain and not re.fullmatch(r"[0-9a-f]{64}", plain):
+        raise InvalidRequest.of("expected_digest", digest[:100], "a SHA-256 of 64 hex digits")
+    return plain
+
+
+def check_expected(digest: str, expected: str, source: Path) -> None:
+    if expected and digest != expected:
+        raise DigestMismatch(
+            f"{source.name} has the SHA-256 {digest}, not the expected {expected}. "
+            "Get the file again, or check where the expected digest is from.",
+            metadata={"digest": digest, "expected": expected},
+        )
+
+
+def same_file(one: os.stat_result, other: os.stat_result) -> bool:
+    return (one.st_size, one.st_mtime_ns, one.st_ino, one.st_dev) == (
+        other.st_size,
+        other.st_mtime_ns,
+        other.st_ino,
+        other.st_dev,
+    )
+
+
+# --- bytes ---
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield fd, os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def hash_file(fd: int, total: int, out: int | None, report: ImportProgress | None) -> str:
+    """SHA-256 hex of ``fd``, copied to ``out`` on the way if given."""
+    digest, done = hashlib.sha256(), 0
+    stage = "hash" if out is None else "copy"
+    buffer = bytearray(CHUNK_BYTES)
+    view = memoryview(buffer)
+    while count := os.readv(fd, [buffer]):
+        digest.update(view[:count])
+        written = 0
+        while out is not None and written < count:
+            written += os.write(out, view[written:count])
+        done += count
+        if report is not None:
+            report(stage, done, total)
+    return digest.hexdigest()
+
+
+def hard_link(source: Path, target: Path) -> bool:
+    """Hard-link if the system lets us (same filesystem, own or writable file)."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        log.info("%s can't be linked and is copied: %s", source.name, error.strerror)
+        return False
+    return True

@@ -1,0 +1,586 @@
+"""SessionService: checks what a call asserts, hands it to the slot, converts what comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from modeld.shared.capabilities import Capability
+from modeld.shared.capacity import CapacityRequest, ModelFacts
+from modeld.shared.errors import (
+    DigestMismatch,
+    InvalidRequest,
+    unsupported,
+)
+from modeld.shared.ids import check_session_key, new_turn_id
+from modeld.shared.manifest import SegmentId, check_identity, manifest_digest
+from modeld.shared.messages import (
+    ChunkOut,
+    DecodeOp,
+    DetokenizeOp,
+    DetokenizeResult,
+    EnsureOp,
+    ExplainOp,
+    ExplainResult,
+    FinalOut,
+    Payload,
+    RenderOp,
+    RenderResult,
+    Status,
+    SuffixOp,
+    TokenizeOp,
+    TokenizeResult,
+    TurnOp,
+)
+from modeld.supervisor.model_slot import (
+    CREDIT_CHUNKS,
+    Caller,
+    ModelSlot,
+    OpenRequest,
+    capabilities_of,
+)
+from modeld.supervisor.models.store import StoredModel
+from modeld.supervisor.rpc import convert
+from modeld.supervisor.rpc.errors import Context, guarded
+from modeld.supervisor.rpc.services import Services
+from modeld.supervisor.rpc.streaming import QueueReporter, Writer, caller_of
+from modeld.supervisor.sessions import Session
+from modeld.v1 import common_pb2 as common
+from modeld.v1 import session_pb2 as pb
+from modeld.v1 import session_pb2_grpc
+
+
+class SessionService(session_pb2_grpc.SessionServiceServicer):
+    """See the proto for what each call promises."""
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        self.gate = services.gate
+
+    # --- what every session call does ---------------------------------------------------------
+
+    def _session(
+        self, handle: common.SessionHandle, identity: common.Identity | None = None
+    ) -> tuple[ModelSlot, Session]:
+        """The slot and session of a handle, with the asserted identity checked (gate one)."""
+        slot = self.services.slot_of_session(handle.session_id)
+        session = slot.sessions.get(handle.session_id, handle.generation, time.monotonic())
+        if identity is not None:
+            check_identity(convert.identity_in(identity), session.identity)
+        return slot, session
+
+    def _prompt(self, prompt: pb.Prompt, part: str, session: Session) -> convert.ConvertedPrompt:
+        return convert.prompt_in(
+            prompt,
+            part,
+            prompt_format=session.identity.prompt_format,
+            max_bytes=self.services.config.max_prompt_bytes,
+        )
+
+    def _writer(self, context: Context) -> Writer:
+        return Writer(context, self.services.config.stall_limit_s, self.gate.check_owner)
+
+    # --- opening and closing ------------------------------------------------------------------
+
+    @guarded
+    async def OpenSession(
+        self, request: pb.OpenSessionRequest, context: Context
+    ) -> pb.OpenSessionResponse:
+        return await self._open(request, caller_of(context, no_wait=request.no_wait))
+
+    @guarded
+    async def OpenSessionStream(self, request: pb.OpenSessionRequest, context: Context) -> None:
+        writer = self._writer(context)
+        reporter = QueueReporter(lambda s: writer.write(pb.OpenSessionEvent(queued=s)))
+
+        async def report(stage: str, fraction: float) -> None:
+            await reporter.stop()
+            progress = pb.LoadProgress(stage=stage, fraction=fraction)
+            await writer.write(pb.OpenSessionEvent(progress=progress))
+
+        try:
+            caller = caller_of(context, no_wait=request.no_wait, reporter=reporter)
+            opened = await self._open(request, caller, report)
+        finally:
+            await reporter.stop()
+        await writer.write(pb.OpenSessionEvent(opened=opened))
+
+    async def _open(
+        self, request: pb.OpenSessionRequest, caller: Caller, report: Any = None
+    ) -> pb.OpenSessionResponse:
+        slot = self.services.slot_of_type(request.model_type)
+        _refuse_unserved(request)
+        if request.session_key:
+            check_session_key(request.session_key)
+        _check_format(request.prompt_format)
+        wanted = OpenRequest(
+            model=request.model,
+            capacity=_capacity(
+                request.window, request.k_type, request.v_type, self.services.config
+            ),
+            session_key=request.session_key,
+            profile_id=request.profile_id,
+            prompt_format=request.prompt_format,
+        )
+        opened = await (slot.open(wanted, caller, report) if report else slot.open(wanted, caller))
+        session = opened.session
+        return pb.OpenSessionResponse(
+            session=_handle(session),
+            identity=convert.identity(session.identity),
+            resolution=convert.resolution(session.resolution),
+            capabilities=convert.capabilities(session.capabilities),
+            attached=opened.attached,
+            loaded=opened.loaded,
+            load_seconds=opened.load_seconds,
+            resident=session.resident,
+            queue_seconds=opened.queue_seconds,
+        )
+
+    @guarded
+    async def CloseSession(
+        self, request: pb.CloseSessionRequest, context: Context
+    ) -> pb.CloseSessionResponse:
+        slot, session = self._session(request.session)
+        if request.detach:
+            session.attached = False
+            return pb.CloseSessionResponse(retained_tokens=session.resident)
+        retained = await slot.close(session, why="closed by its client", discard=request.discard)
+        return pb.CloseSessionResponse(retained_tokens=retained)
+
+    @guarded
+    async def ListSessions(
+        self, request: pb.ListSessionsRequest, context: Context
+    ) -> pb.ListSessionsResponse:
+        now = time.monotonic()
+        return pb.ListSessionsResponse(
+            sessions=[
+                pb.SessionInfo(
+                    session=_handle(s),
+                    session_key=s.key,
+                    model=s.model,
+                    prompt_format=s.identity.prompt_format,
+                    context=convert.numbers(s.resolution.numbers),
+                    resident=s.resident,
+                    seen_tokens=s.seen_tokens,
+                    age_seconds=now - s.opened_at,
+                    idle_seconds=now - s.used_at,
+                    attached=slot.sessions.is_attached(s, now),
+                    profile_id=s.identity.profile_id,
+                )
+                for slot in self.services.slots.values()
+                for s in slot.sessions.all()
+            ]
+        )
+
+    # --- turns --------------------------------------------------------------------------------
+
+    @guarded
+    async def EnsurePrefix(
+        self, request: pb.EnsurePrefixRequest, context: Context
+    ) -> pb.EnsurePrefixResponse:
+        slot, session = self._session(request.session, request.identity)
+        prefix = self._prompt(request.prompt, "prefix", session)
+        record = _Record(session, prefix, None)
+        async with slot.hold(
+            session.session_id,
+            "ensure_prefix",
+            caller_of(context, no_wait=request.no_wait),
+            turn_id=request.turn_id,
+            keep_turn=True,
+        ) as hold:
+            self._session(request.session)  # it may have gone while this call waited
+            result = await slot.call(
+                EnsureOp(session_id=session.session_id, prefix=prefix.prompt), session=session
+            )
+            status = _expect(result, Status)
+            return pb.EnsurePrefixResponse(status=record.took(status, hold.waited_s))
+
+    @guarded
+    async def PrefillSuffix(
+        self, request: pb.PrefillSuffixRequest, context: Context
+    ) -> pb.PrefillSuffixResponse:
+        slot, session = self._session(request.session, request.identity)
+        suffix = self._prompt(request.prompt, "suffix", session)
+        async with slot.hold(
+            session.session_id,
+            "prefill_suffix",
+            caller_of(context, no_wait=request.no_wait),
+            turn_id=request.turn_id,
+            keep_turn=True,
+        ) as hold:
+            self._session(request.session)
+            record = _Record(session, None, suffix, extend=request.extend)
+            result = await slot.call(
+                SuffixOp(
+                    session_id=session.session_id, suffix=suffix.prompt, extend=request.extend
+                ),
+                session=session,
+            )
+            status = _expect(result, Status)
+            return pb.PrefillSuffixResponse(status=record.took(status, hold.waited_s))
+
+    @guarded
+    async def Decode(self, request: pb.DecodeRequest, context: Context) -> None:
+        slot, session = self._session(request.session, request.identity)
+        options = convert.decode_in(request.options)
+        writer = self._writer(context)
+        reporter = QueueReporter(lambda s: writer.write(pb.DecodeEvent(queued=s)))
+        turn_id = new_turn_id()
+
+        async def on_data(payload: Payload) -> None:
+            if isinstance(payload, ChunkOut):
+                await writer.write(pb.DecodeEvent(chunk=convert.chunk(payload)))
+
+        try:
+            async with slot.hold(
+                session.session_id,
+                "decode",
+                caller_of(context, no_wait=request.no_wait, reporter=reporter),
+                turn_id=request.turn_id,
+            ) as hold:
+                await reporter.stop()
+                self._session(request.session)
+                result = await slot.call(
+                    DecodeOp(session_id=session.session_id, turn_id=turn_id, options=options),
+                    session=session,
+                    on_data=on_data,
+                    credit=CREDIT_CHUNKS,
+                )
+                final = _final(session, result, turn_id, hold.waited_s)
+        finally:
+            await reporter.stop()
+        await writer.write(pb.DecodeEvent(final=final))
+
+    @guarded
+    async def Turn(self, request: pb.TurnRequest, context: Context) -> None:
+        slot, session = self._session(request.session, request.identity)
+        prefix = self._prompt(request.prefix, "prefix", session)
+        suffix = self._prompt(request.suffix, "suffix", session)
+        options = convert.decode_in(request.options)
+        writer = self._writer(context)
+        reporter = QueueReporter(lambda s: writer.write(pb.TurnEvent(queued=s)))
+        turn_id = new_turn_id()
+        before, whole = _Record(session, prefix, None), _Record(session, prefix, suffix)
+        try:
+            async with slot.hold(
+                session.session_id,
+                "turn",
+                caller_of(context, no_wait=request.no_wait, reporter=reporter),
+            ) as hold:
+                await reporter.stop()
+                self._session(request.session)
+
+                async def on_data(payload: Payload) -> None:
+                    if isinstance(payload, ChunkOut):
+                        await writer.write(pb.TurnEvent(chunk=convert.chunk(payload)))
+                    elif isinstance(payload, Status) and payload.part == "prefix":
+                        status = before.took(payload, hold.waited_s)
+                        await writer.write(pb.TurnEvent(prefix=status))
+                    elif isinstance(payload, Status):
+                        await writer.write(pb.TurnEvent(suffix=whole.took(payload, 0.0)))
+
+                result = await slot.call(
+                    TurnOp(
+                        session_id=session.session_id,
+                        turn_id=turn_id,
+                        prefix=prefix.prompt,
+                        suffix=suffix.prompt,
+                        options=options,
+                    ),
+                    session=session,
+                    on_data=on_data,
+                    credit=CREDIT_CHUNKS,
+                )
+                final = _final(session, result, turn_id, hold.waited_s)
+        finally:
+            await reporter.stop()
+        await writer.write(pb.TurnEvent(final=final))
+
+    # --- telling -------------------------------------------------------------------------------
+
+    @guarded
+    async def ExplainContext(
+        self, request: pb.ExplainContextRequest, context: Context
+    ) -> pb.ExplainContextResponse:
+        identity = request.identity if request.HasField("identity") else None
+        slot, session = self._session(request.session, identity)
+        async with slot.hold(session.session_id, "explain", caller_of(context, no_wait=False)):
+            self._session(request.session)
+            result = await slot.call(ExplainOp(session_id=session.session_id), session=session)
+        told = _expect(result, ExplainResult)
+        return pb.ExplainContextResponse(
+            session=_handle(session),
+            identity=convert.identity(session.identity),
+            resolution=convert.resolution(session.resolution),
+            resident=told.resident,
+            available=told.available,
+            retained=told.retained,
+            seen_tokens=told.seen_tokens,
+            segments=convert.segments_out(told.segments),
+            blocks=[
+                pb.ResidentBlock(
+                    token_begin=b.begin,
+                    token_end=b.end,
+                    state=b.state,
+                    protected_range=b.what == "prefix",
+                    what=b.what,
+                )
+                for b in told.blocks
+            ],
+            capabilities=convert.capabilities(session.capabilities),
+            counters=[pb.Counter(name=n, value=v) for n, v in sorted(told.counters.items())],
+            last_fatal=slot.last_fatal,
+            generated_turn_ids=told.turn_ids,
+        )
+
+    @guarded
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
+        slot = self.services.slot_of_type(request.model_type)
+        model = slot.find_model(request.model)
+        _check_format(request.prompt_format)
+        resident = slot.resident is not None and slot.resident.model.digest == model.digest
+        wanted = _capacity(request.window, request.k_type, request.v_type, self.services.config)
+        source = "hypothetical"
+        if request.session_id:
+            chosen = next(
+                (s for s in slot.sessions.all() if s.session_id == request.session_id), None
+            )
+            if chosen is None:
+                raise InvalidRequest.of("session_id", request.session_id, "an open session's id")
+            plan, source = chosen.resolution, "open_session"
+        elif (
+            resident
+            and slot.latest is not None
+            and wanted == _capacity(0, "", "", self.services.config)
+        ):
+            plan, source = slot.latest, "open_session"
+        else:
+            plan = slot.hypothetical(model, wanted)
+        identity = slot.identity(
+            model,
+            model.facts,
+            wanted,
+            window=plan.numbers.effective.tokens,
+            prompt_format=request.prompt_format,
+            profile_id=request.profile_id,
+        )
+        load = slot.resident.load if resident and slot.resident else None
+        return pb.DescribeResponse(
+            model=model.name,
+            model_type=slot.backend,
+            resident=resident,
+            identity=convert.identity(identity),
+            resolution=convert.resolution(plan),
+            questions=convert.capabilities(_questions(resident)),
+            capabilities=convert.capabilities(capabilities_of(load) if load else ()),
+            facts=_facts(model),
+            resolution_source=source,
+            template_supports_tools=bool(load and load.template_supports_tools),
+        )
+
+    # --- tokenizer and template ---------------------------------------------------------------
+
+    async def _with_model(
+        self, model: str, load: bool, context: Context, operation: str, request: Payload
+    ) -> Payload:
+        slot = self.services.slot_of_type("")
+        stored = slot.find_model(model)
+        caller = caller_of(context, no_wait=False)
+        if load:
+            await slot.ensure_loaded(stored, caller)
+        slot.require_active(model)
+        async with slot.hold("", operation, caller):
+            slot.require_active(model)
+            return await slot.call(request)
+
+    @guarded
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        operation = TokenizeOp(
+            text=request.text, parse_special=request.parse_special, add_bos=request.add_bos
+        )
+        result = _expect(
+            await self._with_model(request.model, request.load, context, "tokenize", operation),
+            TokenizeResult,
+        )
+        return pb.TokenizeResponse(token_ids=result.ids, pieces=result.pieces)
+
+    @guarded
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        operation = DetokenizeOp(ids=list(request.token_ids))
+        result = _expect(
+            await self._with_model(request.model, request.load, context, "detokenize", operation),
+            DetokenizeResult,
+        )
+        return pb.DetokenizeResponse(text=result.raw.decode(errors="replace"), raw=result.raw)
+
+    @guarded
+    async def RenderTemplate(
+        self, request: pb.RenderTemplateRequest, context: Context
+    ) -> pb.RenderTemplateResponse:
+        messages = [
+            convert.message_in(message, f"messages[{index}]")[0]
+            for index, message in enumerate(request.messages)
+        ]
+        operation = RenderOp(
+            messages=messages,
+            tools=[tool.json_schema for tool in request.tools],
+            add_generation_prompt=request.add_generation_prompt,
+        )
+        result = _expect(
+            await self._with_model(request.model, request.load, context, "render", operation),
+            RenderResult,
+        )
+        return pb.RenderTemplateResponse(
+            text=result.text, template_digest=result.template_digest, token_ids=result.ids
+        )
+
+    # --- not served yet -------------------------------------------------------------------------
+
+    @guarded
+    async def Snapshot(self, request: Any, context: Context) -> pb.SnapshotInfo:
+        raise unsupported("snapshot")
+
+    @guarded
+    async def Restore(self, request: Any, context: Context) -> pb.RestoreResponse:
+        raise unsupported("snapshot")
+
+    @guarded
+    async def ListSnapshots(self, request: Any, context: Context) -> pb.ListSnapshotsResponse:
+        raise unsupported("snapshot")
+
+    @guarded
+    async def DeleteSnapshot(self, request: Any, context: Context) -> pb.DeleteSnapshotResponse:
+        raise unsupported("snapshot")
+
+    @guarded
+    async def ExportSnapshot(self, request: Any, context: Context) -> None:
+        raise unsupported("snapshot")
+
+    @guarded
+    async def ImportSnapshot(self, request: Any, context: Context) -> pb.SnapshotInfo:
+        raise unsupported("snapshot")
+
+    @guarded
+    async def Admit(self, request: Any, context: Context) -> pb.AdmitResponse:
+        raise unsupported("cold_store")
+
+    @guarded
+    async def Fork(self, request: Any, context: Context) -> pb.ForkResponse:
+        raise unsupported("fork")
+
+    @guarded
+    async def Embed(self, request: Any, context: Context) -> pb.EmbedResponse:
+        raise unsupported("embed")
+
+
+class _Record:
+    """What a prefill's manifest is, checked at once, and kept when the prefill was done."""
+
+    def __init__(
+        self,
+        session: Session,
+        prefix: convert.ConvertedPrompt | None,
+        suffix: convert.ConvertedPrompt | None,
+        *,
+        extend: bool = False,
+    ) -> None:
+        self._session = session
+        self._prefix: tuple[SegmentId, ...] = prefix.segments if prefix else session.prefix
+        self._tools = tuple(prefix.prompt.tools) if prefix else session.tools
+        earlier: Sequence[SegmentId] = session.suffix if extend else ()
+        self._suffix = (*earlier, *(suffix.segments if suffix else ()))
+        self.digest = manifest_digest(session.identity, (*self._prefix, *self._suffix), self._tools)
+        asserted = (suffix or prefix).asserted_digest if (suffix or prefix) else ""  # type: ignore[union-attr]
+        if asserted and asserted != self.digest:
+            raise DigestMismatch(
+                f"The call asserts manifest_digest {asserted}, but what it carries has "
+                f"{self.digest}. Build it as common.proto's comments say.",
+                metadata={
+                    "field": "manifest_digest",
+                    "asserted": asserted,
+                    "actual": self.digest,
+                },
+            )
+
+    def took(self, status: Status, queue_s: float) -> pb.PrefillStatus:
+        session = self._session
+        session.prefix, session.tools, session.suffix = self._prefix, self._tools, self._suffix
+        session.resident, session.seen_tokens = status.resident, status.seen_tokens
+        return convert.prefill_status(status, self.digest, queue_s)
+
+
+def _handle(session: Session) -> common.SessionHandle:
+    return common.SessionHandle(session_id=session.session_id, generation=session.generation)
+
+
+def _final(session: Session, result: Payload, turn_id: str, queue_s: float) -> pb.Final:
+    final = _expect(result, FinalOut)
+    session.resident, session.seen_tokens = final.resident, final.seen_tokens
+    return convert.final(final, turn_id, queue_s)
+
+
+def _expect(payload: Payload, kind: type[Any]) -> Any:
+    if not isinstance(payload, kind):
+        raise TypeError(f"the worker answered {type(payload).__name__}, not {kind.__name__}")
+    return payload
+
+
+def _refuse_unserved(request: pb.OpenSessionRequest) -> None:
+    if request.overflow == pb.OVERFLOW_EVICT:
+        raise unsupported("overflow.evict", "Open with OVERFLOW_REFUSE.")
+    if request.layout == pb.LAYOUT_BATCHED:
+        raise unsupported("layout.batched", "Open with LAYOUT_ISOLATED.")
+    if request.durable:
+        raise unsupported("durable")
+    if request.adapters:
+        raise unsupported("adapters")
+
+
+def _check_format(prompt_format: str) -> None:
+    if prompt_format not in ("", "raw", "chat"):
+        raise InvalidRequest.of("prompt_format", prompt_format, "'raw', 'chat' or empty")
+
+
+def _capacity(window: int, k_type: str, v_type: str, config: Any) -> CapacityRequest:
+    if window < 0:
+        raise InvalidRequest.of("window", window, "0 (automatic) or a number of tokens")
+    return CapacityRequest(
+        window=window, k_type=k_type or config.k_type, v_type=v_type or config.v_type
+    )
+
+
+def _questions(resident: bool) -> list[Capability]:
+    """The six capability questions. What only a load can tell is unknown before one."""
+    loaded = "yes" if resident else "unknown"
+    how = "loaded by the linked engine" if resident else "asked of the engine when it loads"
+    return [
+        Capability("metadata_parsed", "yes", "read from the file's header"),
+        Capability("loader_supports_architecture", loaded, how),  # type: ignore[arg-type]
+        Capability("pipeline_supports_task", loaded, f"generate: {how}"),  # type: ignore[arg-type]
+        Capability("device_supports_it", loaded, f"host CPU: {how}"),  # type: ignore[arg-type]
+        Capability("memory_fits", "yes", "planned from live memory"),
+        Capability("quality_certified", "unknown", "no reference continuation recorded"),
+    ]
+
+
+def _facts(model: StoredModel) -> pb.ModelFacts:
+    facts: ModelFacts = model.facts
+    return pb.ModelFacts(
+        architecture=facts.architecture,
+        layers=sum(group.count for group in facts.layers),
+        embedding_length=facts.embedding_length,
+        heads=facts.heads,
+        kv_heads=[group.kv_heads for group in facts.layers],
+        key_length=facts.layers[0].key_length if facts.layers else 0,
+        value_length=facts.layers[0].value_length if facts.layers else 0,
+        context_length=facts.model_max,
+        vocabulary=facts.vocabulary,
+        sliding_window=facts.sliding_window,
+        quantization=facts.quantization,
+        file_bytes=facts.file_bytes,
+        has_chat_template=facts.has_template,
+        name=facts.name,
+    )

@@ -1,0 +1,79 @@
+"""Writing to a gRPC stream: one writer, a limit on a stalled reader, queue positions meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from modeld.shared.errors import SlowConsumer
+from modeld.supervisor.model_slot import Caller
+from modeld.supervisor.rpc.errors import Context
+from modeld.v1 import common_pb2 as common
+
+
+class Writer:
+    """Writes messages of one stream in order; raises SlowConsumer after ``stall_limit_s``."""
+
+    def __init__(self, context: Context, stall_limit_s: float, check: Callable[[], None]) -> None:
+        self._context = context
+        self._stall_limit_s = stall_limit_s
+        self._check = check  # whether this process may still answer
+
+    async def write(self, message: Any) -> None:
+        self._check()
+        try:
+            async with asyncio.timeout(self._stall_limit_s):
+                await self._context.write(message)
+        except TimeoutError:
+            raise SlowConsumer(
+                f"The stream's reader took nothing for {self._stall_limit_s:g} s, so the operation "
+                "was stopped; the session is intact. Read faster, or ask for fewer tokens.",
+                metadata={"stall_limit_seconds": self._stall_limit_s},
+            ) from None
+
+
+class QueueReporter:
+    """Tells a waiting stream its place; costs nothing where nobody waits.
+
+    The queue's callback must not block, so a task writes the latest position. ``stop`` must be
+    awaited before anything else is written.
+    """
+
+    def __init__(self, write: Callable[[common.QueueStatus], Awaitable[None]]) -> None:
+        self._write = write
+        self._latest: common.QueueStatus | None = None
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def __call__(self, position: int, holder_operation: str, holder_age_s: float) -> None:
+        self._latest = common.QueueStatus(
+            position=position, holder_operation=holder_operation, holder_age_seconds=holder_age_s
+        )
+        self._changed.set()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            status, self._latest = self._latest, None
+            if status is not None:
+                await self._write(status)
+
+    async def stop(self) -> None:
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._task = None
+
+
+def caller_of(context: Context, *, no_wait: bool, reporter: QueueReporter | None = None) -> Caller:
+    """A call's deadline on the loop's clock and its wish about waiting."""
+    remaining = context.time_remaining()
+    deadline = None
+    if remaining is not None and remaining < 10**8:
+        deadline = asyncio.get_running_loop().time() + remaining
+    return Caller(deadline, no_wait, reporter)

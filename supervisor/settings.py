@@ -1,0 +1,274 @@
+"""The table of settings: names, types, defaults, ranges, and how a value is read from its text.
+
+Command-line options and the reference of settings are generated from ``SETTINGS``. Where a value
+comes from, and which of them go together, is ``config``'s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modeld.shared.errors import InvalidRequest
+
+ENV_PREFIX = "MODELD_"
+KV_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+MIB = 1024 * 1024
+GIB = 1024 * MIB
+
+
+class ConfigError(InvalidRequest):
+    """A setting that can't be used: where it stands, what it is, and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row. ``kind`` is text, int, seconds, size, bool, choice, list or path; ``minimum`` and
+    ``maximum`` are inclusive; ``zero`` says what 0 means where it is outside the range."""
+
+    name: str
+    kind: str
+    default: Any
+    help: str
+    minimum: float = 0
+    maximum: float = math.inf
+    zero: str = ""
+    choices: tuple[str, ...] = ()
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def allowed(self) -> str:
+        """What may be given, in words."""
+        if self.kind == "choice":
+            return "one of " + ", ".join(self.choices)
+        if self.kind == "list":
+            return "a list of " + ", ".join(self.choices)
+        if self.kind == "bool":
+            return "true or false"
+        if self.kind == "path":
+            return "the path of a file that can be read, or nothing"
+        if self.kind == "text":
+            return "host:port, or nothing for a unix socket in the data root"
+        what = {
+            "int": "a whole number",
+            "seconds": "a number of seconds",
+            "size": "a size in bytes, or like '512MiB' (KiB, MiB, GiB, TiB, KB, MB, GB, TB)",
+        }[self.kind]
+        low, high = self._shown(self.minimum), self._shown(self.maximum)
+        span = f" from {low} to {high}" if self.maximum < math.inf else f" of at least {low}"
+        return f"{what}{span}" + (f", or 0 ({self.zero})" if self.zero and self.minimum > 0 else "")
+
+    def _shown(self, bound: float) -> str:
+        return size_text(int(bound)) if self.kind == "size" and bound < math.inf else f"{bound:g}"
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("listen", "text", "", "where to listen; beyond loopback only with TLS"),
+    Setting("tls_cert", "path", "", "the server's certificate chain (PEM)"),
+    Setting("tls_key", "path", "", "the server's private key (PEM)"),
+    Setting("tls_client_ca", "path", "", "whose client certificates are let in (PEM)"),
+    Setting("backends", "list", ("llama",), "engines to serve", choices=("llama",)),
+    Setting(
+        "idle_release_s", "seconds", 300.0,
+        "free the model's memory after this long without work; 0: never",
+    ),
+    Setting(
+        "session_ttl_s", "seconds", 600.0, "close a detached session without a key after this long"
+    ),
+    Setting(
+        "turn_idle_s", "seconds", 5.0,
+        "how long the slot is kept between the calls of one turn", maximum=600,
+    ),
+    Setting("queue_limit", "int", 64, "calls that may wait for a slot", 1, 100_000),
+    Setting("max_sessions", "int", 8, "sessions open at once on a slot", 1, 1024),
+    Setting(
+        "max_window", "int", 0, "most tokens a session's window may have; 0: no limit",
+        256, zero="no limit",
+    ),
+    Setting("floor_window", "int", 4096, "least tokens of an automatic window", 256),
+    Setting(
+        "sessions_share", "int", 4, "sessions for which an automatic window leaves room", 1, 1024
+    ),
+    Setting(
+        "reserve_bytes", "size", 0, "memory left to the rest of the machine; 0: the default for it"
+    ),
+    Setting("user_limit_bytes", "size", 0, "most memory that modeld may plan with; 0: no limit"),
+    Setting("k_type", "choice", "f16", "KV cache type of the keys", choices=KV_TYPES),
+    Setting("v_type", "choice", "f16", "KV cache type of the values", choices=KV_TYPES),
+    Setting("n_batch", "int", 512, "tokens in a decode call", 1, 65536),
+    Setting("n_ubatch", "int", 512, "tokens between checks for a cancel", 1, 65536),
+    Setting("threads", "int", 0, "engine threads; 0: what is free", 0, 1024),
+    Setting("drain_grace_s", "seconds", 30.0, "time that running calls get to finish at a drain"),
+    Setting(
+        "stall_limit_s", "seconds", 30.0,
+        "stop a stream whose reader took nothing for this long", 0.1,
+    ),
+    Setting("max_message_bytes", "size", 64 * MIB, "largest gRPC message", 64 * 1024, 2 * GIB - 1),
+    Setting("max_prompt_bytes", "size", 32 * MIB, "largest prompt, all its segments", 1024, GIB),
+    Setting(
+        "heartbeat_limit_s", "seconds", 10.0,
+        "a worker silent for this long, beyond its declared gaps, is ended", 0.5, 3600,
+    ),
+    Setting(
+        "lease_ttl_s", "seconds", 15.0, "how long the lease holds without a renewal", 3, 3600
+    ),
+    Setting(
+        "log_level", "choice", "info", "how much to log",
+        choices=("debug", "info", "warning", "error"),
+    ),
+    Setting("log_prompts", "bool", False, "let logs hold prompt text"),
+)  # fmt: skip
+BY_NAME: Mapping[str, Setting] = {setting.name: setting for setting in SETTINGS}
+
+
+def unknown_setting(name: str, where: str) -> ConfigError:
+    near = difflib.get_close_matches(name, BY_NAME, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else f" Settings are: {', '.join(BY_NAME)}."
+    return ConfigError(
+        f"{where}: there is no setting {name[:80]!r}.{hint}",
+        metadata={"source": where, "field": name},
+    )
+
+
+def _bad(setting: Setting, value: object, where: str, detail: str = "") -> ConfigError:
+    text = f"{where}: {setting.name} = {value!r:.200} is not valid: allowed is {setting.allowed}."
+    return ConfigError(
+        f"{text} {detail}".strip(),
+        metadata={
+            "source": where,
+            "field": setting.name,
+            "value": value,
+            "allowed": setting.allowed,
+        },
+    )
+
+
+# --- values ----------------------------------------------------------------------------------
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_UNITS: dict[str, int] = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000))
+}
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of '512MiB', '1.5 GiB', '2GB' or '1048576'; None if it is none of these."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2].lower() not in _UNITS:
+        return None
+    unit: int = _UNITS[match[2].lower()]
+    return int(match[1]) * unit if match[1].isdigit() else round(float(match[1]) * unit)
+
+
+def size_text(size_bytes: int) -> str:
+    """The shortest exact form: 67108864 is '64MiB'."""
+    for unit, factor in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
+        if size_bytes and size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return str(size_bytes)
+
+
+def parse_value(setting: Setting, value: object, where: str) -> Any:
+    """A value of the setting's type from a typed one or its text. Raises ConfigError."""
+    if setting.kind in ("int", "seconds", "size"):
+        return _number(setting, value, where)
+    if setting.kind == "bool":
+        plain = value.strip().lower() if isinstance(value, str) else value
+        if plain is True or plain in ("true", "yes", "on", "1"):
+            return True
+        if plain is False or plain in ("false", "no", "off", "0"):
+            return False
+        raise _bad(setting, value, where)
+    if setting.kind == "list":
+        return _names(setting, value, where)
+    if not isinstance(value, str | Path):
+        raise _bad(setting, value, where, f"It is of type {type(value).__name__}.")
+    text = str(value).strip()
+    if setting.kind == "choice":
+        text = text.lower()
+        if text not in setting.choices:
+            raise _bad(setting, value, where)
+    elif setting.kind == "path":
+        return _path(setting, text, where)
+    elif text and split_address(text) is None:
+        raise _bad(setting, value, where)
+    return text
+
+
+def _number(setting: Setting, value: object, where: str) -> int | float:
+    number: int | float | None = None
+    if isinstance(value, str):
+        text = value.strip().replace("_", "")
+        if setting.kind == "size":
+            number = parse_size(text)
+        else:
+            try:
+                number = int(text) if setting.kind == "int" else float(text)
+            except ValueError:
+                number = None
+    elif not isinstance(value, bool) and isinstance(value, int | float):
+        number = value if isinstance(value, int) or setting.kind == "seconds" else None
+    if number is None or not math.isfinite(number):
+        raise _bad(setting, value, where)
+    if not setting.minimum <= number <= setting.maximum and not (setting.zero and number == 0):
+        raise _bad(setting, value, where, "It is out of range.")
+    return float(number) if setting.kind == "seconds" else int(number)
+
+
+def _names(setting: Setting, value: object, where: str) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        raise _bad(setting, value, where)
+    names = tuple(dict.fromkeys(part.strip() for part in parts))
+    if not names or not set(names) <= set(setting.choices):
+        raise _bad(setting, value, where)
+    return names
+
+
+def _path(setting: Setting, text: str, where: str) -> str:
+    if not text:
+        return ""
+    path = Path(text).expanduser().absolute()
+    if not path.is_file():
+        raise _bad(setting, text, where, "There is no such file.")
+    if not os.access(path, os.R_OK):
+        raise _bad(setting, text, where, "It can't be read; check its permissions.")
+    return str(path)
+
+
+def split_address(text: str) -> tuple[str, int] | None:
+    """(host, port) of 'host:port' or '[v6]:port'; None if it isn't one."""
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        return None
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        return None
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Only addresses, and ``localhost``: a name could resolve to anything."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,23 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The small real model: ``MODELD_TEST_MODEL``, or what `make test` fetches."""
+    given = os.environ.get("MODELD_TEST_MODEL")
+    path = Path(given) if given else Path(__file__).parents[1] / ".data" / "demo" / MODEL_FILE
+    if not path.is_file():
+        pytest.fail(
+            f"{path} is not there. Run `make test`, which fetches the small model, or set "
+            "MODELD_TEST_MODEL to a copy of it."
+        )
+    return path

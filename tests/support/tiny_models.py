@@ -1,0 +1,187 @@
+"""Tiny random-weight GGUF files, made in milliseconds: a model of each kind that tests need.
+
+Every maker takes the path to write and returns it. The vocabulary is a byte-level BPE of the 256
+bytes, a few merges and chat control tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGUFWriter
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>")
+_WORDS = (" the", " a", "in", "er", "on", "he", "th", " t", "nd", "ing", "user", "assistant")
+CONTEXT = 2048  # tokens
+
+
+def _byte_letters() -> list[str]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    spare = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
+
+
+def _vocabulary() -> tuple[list[str], list[int], list[str]]:
+    letters = _byte_letters()
+    tokens = [*CONTROLS, *letters]
+    merges: list[str] = []
+    for word in _WORDS:
+        joined = letters[word.encode()[0]]
+        for byte in word.encode()[1:]:
+            pair = f"{joined} {letters[byte]}"
+            joined += letters[byte]
+            if pair not in merges:
+                merges.append(pair)
+            if joined not in tokens:
+                tokens.append(joined)
+    control, normal = int(gguf.TokenType.CONTROL), int(gguf.TokenType.NORMAL)
+    types = [control] * len(CONTROLS) + [normal] * (len(tokens) - len(CONTROLS))
+    return tokens, types, merges
+
+
+class _Model:
+    """A GGUF being written: settings first, then random tensors from a seed."""
+
+    def __init__(self, path: Path, architecture: str, *, embedding: int, blocks: int, seed: int):
+        self.path, self.embedding, self.blocks = path, embedding, blocks
+        self.writer = GGUFWriter(str(path), architecture)
+        self._random = np.random.default_rng(seed)
+        writer = self.writer
+        writer.add_name(path.stem)
+        writer.add_file_type(0)
+        writer.add_context_length(CONTEXT)
+        writer.add_embedding_length(embedding)
+        writer.add_block_count(blocks)
+        writer.add_layer_norm_rms_eps(1e-5)
+
+    def vocabulary(self) -> int:
+        tokens, types, merges = _vocabulary()
+        writer = self.writer
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+        writer.add_token_merges(merges)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_add_bos_token(False)
+        writer.add_chat_template(TEMPLATE)
+        writer.add_vocab_size(len(tokens))
+        return len(tokens)
+
+    def matrix(self, name: str, *shape: int, scale: float | None = None) -> None:
+        scale = scale if scale is not None else shape[-1] ** -0.5
+        values = self._random.standard_normal(shape) * scale
+        self.writer.add_tensor(name, values.astype(np.float32))
+
+    def constant(self, name: str, value: float, *shape: int) -> None:
+        self.writer.add_tensor(name, np.full(shape, value, dtype=np.float32))
+
+    def attention(self, heads: int, kv_heads: int, length: int, feed_forward: int) -> None:
+        width = self.embedding
+        for block in range(self.blocks):
+            name = f"blk.{block}."
+            self.constant(name + "attn_norm.weight", 1, width)
+            self.matrix(name + "attn_q.weight", heads * length, width, scale=1.5 * width**-0.5)
+            self.matrix(name + "attn_k.weight", kv_heads * length, width, scale=1.5 * width**-0.5)
+            self.matrix(name + "attn_v.weight", kv_heads * length, width)
+            self.matrix(name + "attn_output.weight", width, heads * length)
+            self.constant(name + "ffn_norm.weight", 1, width)
+            self.matrix(name + "ffn_gate.weight", feed_forward, width)
+            self.matrix(name + "ffn_up.weight", feed_forward, width)
+            self.matrix(name + "ffn_down.weight", width, feed_forward)
+
+    def write(self) -> Path:
+        self.writer.write_header_to_file()
+        self.writer.write_kv_data_to_file()
+        self.writer.write_tensors_to_file()
+        self.writer.close()
+        return self.path
+
+
+def llama(
+    path: Path,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    architecture: str = "llama",
+    seed: int = 1,
+    broken_weights: bool = False,
+) -> Path:
+    """Two dense layers; heads of 64/``heads`` elements. ``broken_weights``: NaN in the output."""
+    model = _Model(path, architecture, embedding=64, blocks=2, seed=seed)
+    length = 64 // heads
+    model.writer.add_feed_forward_length(128)
+    model.writer.add_head_count(heads)
+    model.writer.add_head_count_kv(kv_heads)
+    model.writer.add_rope_dimension_count(length)
+    model.writer.add_rope_freq_base(10000.0)
+    size = model.vocabulary()
+    model.matrix("token_embd.weight", size, 64, scale=1.0)
+    model.constant("output_norm.weight", float("nan") if broken_weights else 1.0, 64)
+    model.matrix("output.weight", size, 64, scale=2 * 64**-0.5)
+    model.attention(heads, kv_heads, length, 128)
+    return model.write()
+
+
+def gemma3(path: Path, *, window: int = 128) -> Path:
+    """Six layers: five with a sliding window, one that attends everything."""
+    model = _Model(path, "gemma3", embedding=64, blocks=6, seed=2)
+    model.writer.add_feed_forward_length(128)
+    model.writer.add_head_count(4)
+    model.writer.add_head_count_kv(1)
+    model.writer.add_key_length(32)
+    model.writer.add_value_length(32)
+    model.writer.add_sliding_window(window)
+    model.writer.add_rope_freq_base(1000000.0)
+    size = model.vocabulary()
+    model.matrix("token_embd.weight", size, 64, scale=0.3)
+    model.constant("output_norm.weight", 1, 64)
+    model.attention(4, 1, 32, 128)
+    for block in range(6):
+        for norm, width in (
+            ("attn_q_norm", 32),
+            ("attn_k_norm", 32),
+            ("post_attention_norm", 64),
+            ("post_ffw_norm", 64),
+        ):
+            model.constant(f"blk.{block}.{norm}.weight", 1, width)
+    return model.write()
+
+
+def mamba(path: Path) -> Path:
+    """Two recurrent layers: no KV, a state that can't go back."""
+    inner, convolution, state, rank = 128, 4, 16, 4
+    model = _Model(path, "mamba", embedding=64, blocks=2, seed=4)
+    writer = model.writer
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_ssm_conv_kernel(convolution)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(rank)
+    size = model.vocabulary()
+    model.matrix("token_embd.weight", size, 64, scale=1.0)
+    model.constant("output_norm.weight", 1, 64)
+    model.matrix("output.weight", size, 64, scale=2 * 64**-0.5)
+    decay = -np.tile(np.arange(1, state + 1, dtype=np.float32), (inner, 1))
+    for block in range(2):
+        name = f"blk.{block}."
+        model.constant(name + "attn_norm.weight", 1, 64)
+        model.matrix(name + "ssm_in.weight", 2 * inner, 64)
+        model.matrix(name + "ssm_conv1d.weight", inner, convolution, scale=0.5)
+        model.constant(name + "ssm_conv1d.bias", 0, inner)
+        model.matrix(name + "ssm_x.weight", rank + 2 * state, inner)
+        model.matrix(name + "ssm_dt.weight", inner, rank)
+        model.constant(name + "ssm_dt.bias", 0, inner)
+        writer.add_tensor(name + "ssm_a", decay)
+        model.constant(name + "ssm_d", 1, inner)
+        model.matrix(name + "ssm_out.weight", 64, inner)
+    return model.write()

@@ -1,0 +1,135 @@
+"""Values mirror the protos field for field, and their JSON is protobuf's own with plain numbers."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+from enum import Enum
+
+import pytest
+from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
+
+from modeld.client import values
+from modeld.client.convert import from_proto
+from modeld.v1 import common_pb2, daemon_pb2, model_pb2, session_pb2
+
+PAIRS = [
+    (values.Opened, session_pb2.OpenSessionResponse),
+    (values.PrefillStatus, session_pb2.PrefillStatus),
+    (values.Chunk, session_pb2.Chunk),
+    (values.Final, session_pb2.Final),
+    (values.ContextReport, session_pb2.ExplainContextResponse),
+    (values.Description, session_pb2.DescribeResponse),
+    (values.Tokens, session_pb2.TokenizeResponse),
+    (values.Detokenized, session_pb2.DetokenizeResponse),
+    (values.Rendered, session_pb2.RenderTemplateResponse),
+    (values.SessionList, session_pb2.ListSessionsResponse),
+    (values.Closed, session_pb2.CloseSessionResponse),
+    (values.QueueStatus, common_pb2.QueueStatus),
+    (values.LoadProgress, session_pb2.LoadProgress),
+    (values.ModelList, model_pb2.ListModelsResponse),
+    (values.Loaded, model_pb2.LoadModelResponse),
+    (values.Unloaded, model_pb2.UnloadModelResponse),
+    (values.ImportProgress, model_pb2.ImportProgress),
+    (values.Removed, model_pb2.RemoveModelResponse),
+    (values.DiskStats, model_pb2.DiskStatsResponse),
+    (values.DaemonStatus, daemon_pb2.StatusResponse),
+    (values.Event, daemon_pb2.Event),
+    (values.Draining, daemon_pb2.DrainResponse),
+    (values.QuarantineCleared, daemon_pb2.ClearQuarantineResponse),
+]
+
+
+def fill(message, seed=1):
+    """Give every field of a message a value of its own."""
+    for field in message.DESCRIPTOR.fields:
+        seed += 1
+        if field.type == FieldDescriptor.TYPE_MESSAGE:
+            target = getattr(message, field.name)
+            fill(target.add() if field.is_repeated else target, seed)
+            continue
+        value = {
+            FieldDescriptor.CPPTYPE_STRING: b"\x00\xff"
+            if field.type == FieldDescriptor.TYPE_BYTES
+            else f"text {seed}",
+            FieldDescriptor.CPPTYPE_BOOL: True,
+            FieldDescriptor.CPPTYPE_DOUBLE: seed + 0.5,
+            FieldDescriptor.CPPTYPE_FLOAT: seed + 0.5,
+            FieldDescriptor.CPPTYPE_ENUM: 2,
+        }.get(field.cpp_type, seed)
+        if field.is_repeated:
+            getattr(message, field.name).append(value)
+        else:
+            setattr(message, field.name, value)
+    return message
+
+
+def plain_numbers(data, message_type):
+    """json_format's dictionary, with 64-bit integers as numbers."""
+    result = {}
+    for name, value in data.items():
+        field = message_type.fields_by_name[name]
+        wide = field.cpp_type in (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
+        if field.message_type is not None:
+            items = value if field.is_repeated else [value]
+            value = [plain_numbers(item, field.message_type) for item in items]
+            value = value if field.is_repeated else value[0]
+        elif wide:
+            value = [int(v) for v in value] if field.is_repeated else int(value)
+        result[name] = value
+    return result
+
+
+@pytest.mark.parametrize(("cls", "proto"), PAIRS, ids=lambda t: t.__name__)
+@pytest.mark.parametrize("filled", [False, True], ids=["empty", "filled"])
+def test_json_of_a_value_is_protobufs_own_with_plain_numbers(cls, proto, filled):
+    message = fill(proto()) if filled else proto()
+    if not filled:
+        for field in proto.DESCRIPTOR.fields:  # absent messages read as their defaults
+            if field.message_type is not None and not field.is_repeated:
+                getattr(message, field.name).SetInParent()
+    expected = plain_numbers(
+        json_format.MessageToDict(
+            message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        ),
+        proto.DESCRIPTOR,
+    )
+    got = values.to_plain(from_proto(cls, message))
+    assert strip_absent(got, expected) == expected
+
+
+def strip_absent(got, expected):
+    """Drop nested defaults that protobuf's JSON leaves out for messages that aren't set."""
+    if isinstance(got, dict) and isinstance(expected, dict):
+        return {k: strip_absent(v, expected[k]) for k, v in got.items() if k in expected}
+    if isinstance(got, list) and isinstance(expected, list):
+        return [strip_absent(g, e) for g, e in zip(got, expected, strict=True)]
+    return got
+
+
+def test_an_enum_value_of_a_newer_daemon_is_tolerated():
+    status = session_pb2.PrefillStatus()
+    status.miss_reason = 99
+    assert from_proto(values.PrefillStatus, status).miss_reason is values.MissReason.UNRECOGNIZED
+
+
+def test_enums_know_every_value_of_the_wire():
+    for cls, proto in [
+        (values.MissReason, session_pb2.MissReason),
+        (values.StopReason, session_pb2.StopReason),
+        (values.ContextReason, common_pb2.ContextReason),
+        (values.SlotState, daemon_pb2.SlotState),
+    ]:
+        assert set(proto.keys()) == {member.value for member in cls} - {"UNRECOGNIZED"}
+
+
+def test_bytes_become_base64():
+    plain = values.to_plain(values.Detokenized("x", b"\xff\x00"))
+    assert base64.b64decode(plain["raw"]) == b"\xff\x00"
+
+
+def test_every_value_is_frozen():
+    for _name, cls in inspect.getmembers(values, inspect.isclass):
+        if cls.__module__ == values.__name__ and not issubclass(cls, Enum):
+            assert cls.__dataclass_params__.frozen, cls

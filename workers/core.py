@@ -1,0 +1,360 @@
+"""The session core: serves every operation of a worker over an engine's primitives.
+
+Owns sessions and their contexts, from load to unload. Knows no particular engine, and nothing of
+leases, clients, policy or transport.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from modeld.shared.errors import (
+    InvalidRequest,
+    ModeldError,
+    ModelNotActive,
+    SessionFatal,
+    SessionNotFound,
+)
+from modeld.shared.messages import (
+    CloseOp,
+    CloseResult,
+    DecodeOp,
+    DetokenizeOp,
+    DetokenizeResult,
+    Empty,
+    EnsureOp,
+    ExplainOp,
+    ExplainResult,
+    FinalOut,
+    Hello,
+    LoadOp,
+    LoadResult,
+    OpenOp,
+    OpenResult,
+    Payload,
+    Progress,
+    PromptIn,
+    RenderOp,
+    RenderResult,
+    SegmentIn,
+    Status,
+    SuffixOp,
+    TokenizeOp,
+    TokenizeResult,
+    TurnOp,
+    UnloadOp,
+)
+from modeld.workers import faults
+from modeld.workers.decode import check_options, decode, nothing_decoded
+from modeld.workers.engine import Engine
+from modeld.workers.executor import OpContext
+from modeld.workers.pool import ContextPool, Shape
+from modeld.workers.prefill import Prefill, check_window
+from modeld.workers.prompt import Assembled, PromptAssembler
+from modeld.workers.session import COUNTERS, Session
+from modeld.workers.splits import Controls, Part
+from modeld.workers.template import ChatTemplate
+
+log = logging.getLogger(__name__)
+
+
+class SessionCore:
+    """A worker's ``Handler``. One operation at a time, on the engine thread.
+
+    Every refusal (a ModeldError other than SessionFatal) leaves the session as it was. What the
+    engine can't recover from destroys the session's context, and is SessionFatal from then on.
+    A cancelled prefill answers with the numbers of what was done; a later call goes on from there.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._pool: ContextPool | None = None
+        self._template: ChatTemplate | None = None
+        self._sessions: dict[str, Session] = {}
+        self._serve: dict[type, Callable[[Any, OpContext], Payload]] = {
+            LoadOp: self._load,
+            UnloadOp: self._unload,
+            OpenOp: self._open,
+            CloseOp: self._close,
+            EnsureOp: self._ensure,
+            SuffixOp: self._suffix,
+            DecodeOp: self._decode,
+            TurnOp: self._turn,
+            ExplainOp: self._explain,
+            TokenizeOp: self._tokenize,
+            DetokenizeOp: self._detokenize,
+            RenderOp: self._render,
+        }
+
+    def hello(self) -> Hello:
+        return self._engine.hello()
+
+    def handle(self, request: Payload, context: OpContext) -> Payload:
+        """Serve one operation; raises ModeldError for a typed refusal."""
+        serve = self._serve.get(type(request))
+        if serve is None:
+            raise InvalidRequest.of(
+                "operation", type(request).__name__, ", ".join(op.__name__ for op in self._serve)
+            )
+        return serve(request, context)
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        self._drop_model()
+
+    # --- model ---------------------------------------------------------------------------------
+
+    def _load(self, op: LoadOp, context: OpContext) -> LoadResult:
+        """Load a model in the place of the one that is loaded, whose sessions go with it."""
+        if op.max_contexts < 1:
+            raise InvalidRequest.of("max_contexts", op.max_contexts, "1 or more")
+        self._drop_model()
+
+        def report(stage: str, fraction: float) -> None:
+            faults.point("load")
+            context.beat()
+            context.emit(Progress(stage=stage, fraction=fraction))
+
+        result = self._engine.load(op, report, context.cancelled)
+        self._pool = ContextPool(self._engine, op.max_contexts)
+        source = self._engine.chat_template
+        if source:
+            self._template = template = ChatTemplate(source, self._engine.special_texts())
+            result.template_digest = template.digest
+            result.template_supports_tools = template.supports_tools
+        return result
+
+    def _unload(self, op: UnloadOp, context: OpContext) -> Empty:
+        self._drop_model()
+        return Empty()
+
+    def _drop_model(self) -> None:
+        self._sessions.clear()
+        self._template = None
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+        self._engine.unload()
+
+    def _loaded(self) -> ContextPool:
+        if self._pool is None:
+            raise ModelNotActive("No model is loaded in this worker. Load one first.")
+        return self._pool
+
+    # --- sessions ------------------------------------------------------------------------------
+
+    def _open(self, op: OpenOp, context: OpContext) -> OpenResult:
+        pool = self._loaded()
+        if op.session_id in self._sessions:
+            raise InvalidRequest.of("session_id", op.session_id, "an id that isn't open")
+        if op.window < 1:
+            raise InvalidRequest.of("window", op.window, "1 token or more")
+        assembler = self._assembler(op.prompt_format)
+        faults.point("open")
+        entry, reused = pool.acquire(op.session_id, Shape(op.window, op.k_type, op.v_type))
+        session = Session(
+            session_id=op.session_id,
+            assembler=assembler,
+            kv_digest=op.kv_digest,
+            runtime_digest=op.runtime_digest,
+            context=entry,
+        )
+        session.counters["adopted_contexts" if reused else "created_contexts"] += 1
+        self._sessions[op.session_id] = session
+        return OpenResult(
+            window=entry.window,
+            kv_bytes=entry.engine_context.kv_bytes,
+            compute_bytes=entry.engine_context.compute_bytes,
+            slot_cells=pool.slot_cells,
+            reused_context=reused,
+            retained=len(entry),
+            slot_bytes=pool.slot_bytes,
+            reclaimable_bytes=pool.reclaimable_bytes,
+        )
+
+    def _close(self, op: CloseOp, context: OpContext) -> CloseResult:
+        pool = self._loaded()
+        entry = self._session(op.session_id).context
+        del self._sessions[op.session_id]
+        retained = 0
+        if entry is not None and op.discard:
+            pool.destroy(entry)
+        elif entry is not None:
+            pool.release(entry)
+            retained = len(entry)
+        return CloseResult(
+            retained=retained,
+            slot_cells=pool.slot_cells,
+            slot_bytes=pool.slot_bytes,
+            reclaimable_bytes=pool.reclaimable_bytes,
+        )
+
+    def _session(self, session_id: str) -> Session:
+        self._loaded()
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise SessionNotFound(
+                f"This worker has no session {session_id!r}. Open one.",
+                metadata={"session_id": session_id},
+            )
+        return session
+
+    @contextlib.contextmanager
+    def _changing(self, session: Session) -> Iterator[None]:
+        """While KV is being changed: whatever leaves its state unknown ends the session."""
+        try:
+            yield
+        except SessionFatal as error:
+            self._condemn(session, error.metadata.get("cause", "engine_error"))
+            raise
+        except ModeldError:
+            raise
+        except Exception as error:
+            log.exception("an operation failed while it changed KV")
+            self._condemn(session, "engine_error")
+            raise SessionFatal(
+                f"The engine failed ({type(error).__name__}); the session's state can't be "
+                "trusted and was destroyed. Open a new session.",
+                metadata={"cause": "engine_error", "session_id": session.session_id},
+            ) from None
+
+    def _condemn(self, session: Session, cause: str) -> None:
+        entry, session.context, session.fatal_cause = session.context, None, cause
+        session.logical = 0
+        if entry is not None:
+            self._loaded().destroy(entry)
+
+    # --- prompts -------------------------------------------------------------------------------
+
+    def _assembler(self, prompt_format: str) -> PromptAssembler:
+        if prompt_format not in ("raw", "chat"):
+            raise InvalidRequest.of("prompt_format", prompt_format, "raw or chat")
+        return PromptAssembler(self._engine.tokenizer, self._template, prompt_format)
+
+    def _ensure(self, op: EnsureOp, context: OpContext) -> Status:
+        session, pool = self._session(op.session_id), self._loaded()
+        assembled = session.assemble(op.prefix, None)
+        check_window(session, pool, assembled, "prefix")
+        with self._changing(session):
+            session.set_prompt(op.prefix, None, assembled)
+            prefill = Prefill(session, pool, assembled, need_logits=False)
+            prefill.advance(session.prompt, context)
+            return prefill.status("prefix")
+
+    def _suffix(self, op: SuffixOp, context: OpContext) -> Status:
+        session, pool = self._session(op.session_id), self._loaded()
+        suffix = op.suffix
+        if op.extend and session.suffix is not None:
+            suffix = PromptIn(
+                segments=[*session.suffix.segments, *suffix.segments], tools=suffix.tools
+            )
+        assembled = session.assemble(session.prefix, suffix)
+        _check_not_empty(assembled)
+        check_window(session, pool, assembled, "suffix")
+        with self._changing(session):
+            session.set_prompt(session.prefix, suffix, assembled)
+            prefill = Prefill(session, pool, assembled, need_logits=True)
+            prefill.advance(session.prompt, context)
+            return prefill.status("suffix")
+
+    def _decode(self, op: DecodeOp, context: OpContext) -> FinalOut:
+        session, tokenizer = self._session(op.session_id), self._engine.tokenizer
+        check_options(op.turn_id, op.options, tokenizer)
+        _check_not_empty(session.assembled)
+        with self._changing(session):
+            return decode(session, tokenizer, op.turn_id, op.options, context)
+
+    def _turn(self, op: TurnOp, context: OpContext) -> FinalOut:
+        """Prefix, suffix, decode. Refused before anything changes, or done."""
+        session, pool = self._session(op.session_id), self._loaded()
+        tokenizer = self._engine.tokenizer
+        check_options(op.turn_id, op.options, tokenizer)
+        assembled = session.assemble(op.prefix, op.suffix)
+        _check_not_empty(assembled)
+        check_window(session, pool, assembled, "turn")
+        with self._changing(session):
+            began_s = time.perf_counter()
+            session.set_prompt(op.prefix, op.suffix, assembled)
+            prefill = Prefill(session, pool, assembled, need_logits=True)
+            parts: tuple[tuple[Literal["prefix", "suffix"], int], ...] = (
+                ("prefix", session.prefix_tokens),
+                ("suffix", session.prompt),
+            )
+            for part, end in parts:
+                arrived = prefill.advance(end, context)
+                context.emit(prefill.status(part))
+                if not arrived:
+                    return nothing_decoded(session, op.options)
+            spent_s = time.perf_counter() - began_s
+            return decode(session, tokenizer, op.turn_id, op.options, context, spent_s=spent_s)
+
+    # --- questions -----------------------------------------------------------------------------
+
+    def _explain(self, op: ExplainOp, context: OpContext) -> ExplainResult:
+        session, pool = self._session(op.session_id), self._loaded()
+        return ExplainResult(
+            resident=session.logical,
+            available=session.available,
+            retained=session.retained,
+            seen_tokens=session.seen_tokens,
+            segments=session.segments(),
+            blocks=session.blocks(),
+            counters={name: session.counters[name] for name in COUNTERS} | pool.counters(),
+            turn_ids=list(session.turns),
+            slot_cells=pool.slot_cells,
+            reclaimable_tokens=pool.reclaimable_tokens,
+        )
+
+    def _tokenize(self, op: TokenizeOp, context: OpContext) -> TokenizeResult:
+        self._loaded()
+        tokenizer = self._engine.tokenizer
+        ids: list[int] = []
+        if op.add_bos:
+            if tokenizer.bos is None:
+                raise InvalidRequest.of(
+                    "add_bos", op.add_bos, "false", "The model has no beginning-of-text token."
+                )
+            ids.append(tokenizer.bos)
+        parts = [Part(op.text, None)]
+        if op.parse_special:
+            controls = Controls(tokenizer.controls, tokenizer.strips_left, tokenizer.strips_right)
+            parts = controls.split(op.text)
+        for text, token in parts:
+            ids += tokenizer.encode(text) if token is None else [token]
+        return TokenizeResult(ids=ids, pieces=[tokenizer.piece(token) for token in ids])
+
+    def _detokenize(self, op: DetokenizeOp, context: OpContext) -> DetokenizeResult:
+        self._loaded()
+        tokenizer = self._engine.tokenizer
+        for token in op.ids:
+            if not 0 <= token < tokenizer.vocab_size:
+                raise InvalidRequest.of("token_ids", token, f"0 to {tokenizer.vocab_size - 1}")
+        return DetokenizeResult(raw=b"".join(tokenizer.piece(token) for token in op.ids))
+
+    def _render(self, op: RenderOp, context: OpContext) -> RenderResult:
+        self._loaded()
+        template = self._template
+        if template is None:
+            raise InvalidRequest.of(
+                "messages", len(op.messages), "none", "The model has no chat template."
+            )
+        text = template.render(op.messages, op.tools, op.add_generation_prompt)
+        messages = [SegmentIn(message=message) for message in op.messages]
+        if op.add_generation_prompt:
+            # All in the suffix: there is no boundary at which the two could merge.
+            prompt = PromptIn(segments=[], tools=op.tools), PromptIn(segments=messages)
+        else:
+            prompt = PromptIn(segments=messages, tools=op.tools), None
+        ids = self._assembler("chat").assemble(*prompt, {}).tokens
+        return RenderResult(text=text, template_digest=template.digest, ids=ids)
+
+
+def _check_not_empty(assembled: Assembled | None) -> None:
+    if assembled is None or not assembled.tokens:
+        raise InvalidRequest.of(
+            "prompt", "", "at least one token", "There is nothing to generate from: send a prompt."
+        )

@@ -1,0 +1,411 @@
+"""One llama context as the ``EngineContext`` protocol: a session's KV state and a scratch sequence.
+
+Keeps the count of what the engine holds and proves it against the engine after every change.
+Knows no prompt, sampling or policy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from modeld.shared.errors import ContextOverflow, InsufficientMemory, InvalidRequest, SessionFatal
+from modeld.workers.engine import Cancelled, EngineContext
+from modeld.workers.llama.native import engine_log, llama
+from modeld.workers.llama.validate import KV_TYPES, SEQUENCES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from modeld.workers.engine import Logits
+
+    _State = NDArray[np.uint8]
+
+log = logging.getLogger(__name__)
+
+_OWN, _SCRATCH = 0, 1  # sequence ids
+_ABORTED = 2
+_COPY_TOKENS = 512  # of a prefix at a time
+_MIB = 1024 * 1024
+_COMPUTE_LINE = re.compile(r"(?:compute|output) buffer size\s*=\s*([\d.]+) MiB")
+_KV_LINE = re.compile(r"(?:KV|RS) buffer size\s*=\s*([\d.]+) MiB")
+_NO_ABORT = llama.ggml_abort_callback(0)
+
+
+@dataclass(frozen=True)
+class ContextSettings:
+    """How a context is made. Counts are tokens."""
+
+    window: int
+    n_batch: int
+    n_ubatch: int
+    k_type: str
+    v_type: str
+    threads: int
+    flash_attn: bool
+    offload: bool
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    """What the loaded model's memory allows."""
+
+    vocab: int
+    window_tokens: int  # sliding window; 0: every token is attended
+    recurrent: bool  # any layer keeps a state that can't go back
+
+
+class LlamaContext:
+    """See ``EngineContext``. Not thread-safe: the engine thread only."""
+
+    def __init__(
+        self,
+        model: Any,
+        traits: ModelTraits,
+        settings: ContextSettings,
+        planned_kv_bytes: Callable[[int], int],
+        on_close: Callable[[LlamaContext], None],
+    ) -> None:
+        """Raises InsufficientMemory with the engine's words when it can't be made."""
+        self._traits, self._settings, self._on_close = traits, settings, on_close
+        engine_log.clear()
+        with engine_log.recording() as lines:
+            self._handle = llama.llama_init_from_model(model, _parameters(settings))
+        if not self._handle:
+            raise InsufficientMemory(
+                f"The engine can't make a context of {settings.window} tokens with "
+                f"K {settings.k_type} and V {settings.v_type}. It said: {engine_log.words()}. "
+                "Ask for a smaller window, or close a session.",
+                metadata={"window": settings.window, "cause": "engine"},
+            )
+        self._memory = llama.llama_get_memory(self._handle)
+        self.window: int = llama.llama_n_ctx_seq(self._handle)
+        self.compute_bytes = _mebibytes(_COMPUTE_LINE, lines)
+        self.kv_bytes = _checked_kv_bytes(planned_kv_bytes(self.window), lines)
+        self._length = 0
+        self._has_logits = False
+        self._broken = False
+        self._logits_at = 0
+        self._logits_view: Logits | None = None
+        self._polled: Cancelled = _never
+        self._aborted = False
+        # The engine keeps only the address: the callback must live as long as the context.
+        self._callback = llama.ggml_abort_callback(self._on_abort_poll)
+        self._make_batches()
+
+    def _make_batches(self) -> None:
+        """Arrays that every evaluation reuses: filled through numpy, read by the engine."""
+        size = self._settings.n_batch
+        self._tokens = np.zeros(size, dtype=np.int32)
+        self._positions = np.zeros(size, dtype=np.int32)
+        self._wanted = np.zeros(size, dtype=np.int8)
+        self._sequence_counts = np.ones(size, dtype=np.int32)
+        self._sequence = (llama.llama_seq_id * 1)(_OWN)
+        pointer = ctypes.POINTER(llama.llama_seq_id)
+        self._sequences = (pointer * size)(*[self._sequence] * size)
+        self._batch = llama.llama_batch(
+            n_tokens=0,
+            token=self._tokens.ctypes.data_as(ctypes.POINTER(llama.llama_token)),
+            embd=None,
+            pos=self._positions.ctypes.data_as(ctypes.POINTER(llama.llama_pos)),
+            n_seq_id=self._sequence_counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            seq_id=self._sequences,
+            logits=self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    @property
+    def has_memory(self) -> bool:
+        """False for a model that only embeds."""
+        return bool(self._memory)
+
+    # --- evaluating --------------------------------------------------------------------------
+
+    def evaluate(self, tokens: Sequence[int], position: int, *, cancelled: Cancelled) -> int:
+        """See the protocol. ``cancelled`` is polled between batches and, while several tokens are
+        evaluated at once, some hundred times a micro-batch from within the engine.
+        """
+        count = len(tokens)
+        if not self._handle or self._broken:
+            raise self._fatal("it is closed or was found broken before", "bookkeeping")
+        if position != self._length:
+            raise self._fatal(
+                f"tokens were to go to position {position}, it holds {self._length}", "bookkeeping"
+            )
+        if position + count > self.window:
+            raise ContextOverflow(
+                f"{position} resident and {count} more tokens exceed the window of {self.window}.",
+                metadata={"resident": position, "additional": count, "window": self.window},
+            )
+        if count == 1:
+            self._tokens[0] = self._checked_token(int(tokens[0]))
+            self._positions[0] = position
+            self._decode(1, wants_logits=True)
+            return 1
+        ids = np.asarray(tokens, dtype=np.int64)
+        if count and not 0 <= int(ids.min()) <= int(ids.max()) < self._traits.vocab:
+            self._checked_token(int(ids.min()))
+            self._checked_token(int(ids.max()))
+        return self._evaluate_many(ids, position, cancelled)
+
+    def _evaluate_many(self, ids: Any, position: int, cancelled: Cancelled) -> int:
+        # A recurrent state is overwritten while a micro-batch runs, so one can't be given up
+        # halfway: batches of one micro-batch, and no interruption within.
+        whole = self._traits.recurrent
+        step = self._settings.n_ubatch if whole else self._settings.n_batch
+        count = len(ids)
+        if not whole:
+            self._polled, self._aborted = cancelled, False
+            llama.llama_set_abort_callback(self._handle, self._callback, None)
+        try:
+            for begin in range(0, count, step):
+                if cancelled():
+                    return begin
+                part = ids[begin : begin + step]
+                size = len(part)
+                self._tokens[:size] = part
+                self._positions[:size] = np.arange(position + begin, position + begin + size)
+                if not self._decode(size, wants_logits=begin + size == count):
+                    return self._length - position
+        finally:
+            if not whole:
+                llama.llama_set_abort_callback(self._handle, _NO_ABORT, None)
+                self._polled = _never
+        return count
+
+    def _decode(self, size: int, *, wants_logits: bool) -> bool:
+        """Run one batch; False when it was interrupted. Updates the length, proven."""
+        batch = self._batch
+        batch.n_tokens = size
+        self._wanted[size - 1] = wants_logits
+        self._has_logits = False
+        code = llama.llama_decode(self._handle, batch)
+        self._wanted[size - 1] = 0
+        held = llama.llama_memory_seq_pos_max(self._memory, _OWN) + 1
+        if code == 0:
+            self._length += size
+            if held != self._length:
+                raise self._fatal(f"it holds {held} tokens, not {self._length}", "bookkeeping")
+            self._has_logits = wants_logits
+            return True
+        if code != _ABORTED or not self._aborted:
+            raise self._fatal(
+                f"evaluating {size} tokens at {self._length} answered {code} "
+                f"({engine_log.words()})",
+                "engine",
+                code=code,
+            )
+        kept = held - self._length  # whole micro-batches of the batch stay
+        if not 0 <= kept <= size or (kept < size and kept % self._settings.n_ubatch):
+            raise self._fatal(f"{kept} of {size} tokens stayed after a cancel", "bookkeeping")
+        self._length = held
+        return False
+
+    def _on_abort_poll(self, _data: object) -> bool:
+        if self._polled():
+            self._aborted = True
+        return self._aborted
+
+    def _checked_token(self, token: int) -> int:
+        if not 0 <= token < self._traits.vocab:
+            raise InvalidRequest.of("token", token, f"0 to {self._traits.vocab - 1}")
+        return token
+
+    def logits(self) -> Logits:
+        """See the protocol. Raises SessionFatal where they aren't numbers."""
+        if not self._has_logits or not self._handle:
+            raise self._fatal("logits were asked for where none are", "bookkeeping")
+        pointer = llama.llama_get_logits_ith(self._handle, -1)
+        address = ctypes.cast(pointer, ctypes.c_void_p).value
+        if not address:
+            raise self._fatal(f"it has no logits ({engine_log.words()})", "engine")
+        if self._logits_view is None or address != self._logits_at:
+            view: Logits = np.ctypeslib.as_array(pointer, shape=(self._traits.vocab,))
+            self._logits_at, self._logits_view = address, view
+        view = self._logits_view
+        # Broken weights decode without an error, to NaN; a maximum shows it at little cost.
+        if not np.isfinite(view.max()):
+            raise self._fatal(
+                "the logits are not finite: the model's weights or this KV are broken", "engine"
+            )
+        return view
+
+    # --- going back and copying --------------------------------------------------------------
+
+    def can_trim(self, keep: int) -> bool:
+        """See the protocol."""
+        if self._broken or not self._handle or not 0 <= keep <= self._length:
+            return False
+        if keep in (0, self._length):
+            return True
+        if self._traits.recurrent:
+            return False
+        if self._traits.window_tokens:
+            # The engine would remove the tail even where cells that the window needs again are
+            # gone, and answer from what is left.
+            first: int = llama.llama_memory_seq_pos_min(self._memory, _OWN)
+            return first <= max(0, keep - self._traits.window_tokens)
+        return True
+
+    def trim(self, keep: int) -> None:
+        """See the protocol."""
+        if keep == self._length and not self._broken and self._handle:
+            return
+        if not self.can_trim(keep):
+            raise self._fatal(f"it can't go back from {self._length} to {keep} tokens", "engine")
+        self._has_logits = False
+        if keep == 0:
+            self._clear()
+            return
+        if not llama.llama_memory_seq_rm(self._memory, _OWN, keep, -1):
+            raise self._fatal(f"the engine would not remove the tail from {keep} on", "engine")
+        self._length = keep
+        self._prove_length()
+
+    def _clear(self) -> None:
+        llama.llama_memory_clear(self._memory, False)
+        self._length, self._has_logits = 0, False
+        self._prove_length()
+
+    def _prove_length(self) -> None:
+        held = llama.llama_memory_seq_pos_max(self._memory, _OWN) + 1
+        if held != self._length:
+            raise self._fatal(f"it holds {held} tokens, not {self._length}", "bookkeeping")
+
+    def copy_prefix_from(self, source: EngineContext, tokens: int) -> bool:
+        """See the protocol. The source keeps all it holds. Goes block by block where the memory
+        allows it, so that no buffer of the whole state's size is ever needed.
+        """
+        if self._broken or not self._handle:
+            return False
+        self._clear()
+        if not isinstance(source, LlamaContext) or source is self:
+            return False
+        if not 0 < tokens <= self.window or not source.can_trim(tokens):
+            return False
+        dense = not (self._traits.recurrent or self._traits.window_tokens)
+        step = _COPY_TOKENS if dense else tokens
+        for begin in range(0, tokens, step):
+            end = min(begin + step, tokens)
+            state = source._export(begin, end)
+            if state is None or not self._append(state, end):
+                self._clear()
+                return False
+        return True
+
+    def _export(self, begin: int, end: int) -> _State | None:
+        """The engine's own bytes of a range, through the scratch sequence unless it is all."""
+        everything = begin == 0 and end == self._length
+        sequence = _OWN if everything else _SCRATCH
+        if not everything:
+            llama.llama_memory_seq_cp(self._memory, _OWN, _SCRATCH, begin, end)
+        try:
+            size = llama.llama_state_seq_get_size(self._handle, sequence)
+            state = np.empty(size, dtype=np.uint8)
+            got = llama.llama_state_seq_get_data(self._handle, _bytes_of(state), size, sequence)
+            return state if size and got == size else None
+        finally:
+            if not everything:
+                llama.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+            self._prove_length()
+
+    def _append(self, state: _State, length: int) -> bool:
+        """Take a range that brings this context to ``length`` tokens. Setting replaces a
+        sequence, so what isn't the first comes in through the scratch sequence.
+        """
+        sequence = _SCRATCH if self._length else _OWN
+        taken = llama.llama_state_seq_set_data(
+            self._handle, _bytes_of(state), state.nbytes, sequence
+        )
+        if taken != state.nbytes:
+            return False
+        if sequence == _SCRATCH:
+            llama.llama_memory_seq_cp(self._memory, _SCRATCH, _OWN, -1, -1)
+            llama.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+        self._length = length
+        held: int = llama.llama_memory_seq_pos_max(self._memory, _OWN) + 1
+        return held == length
+
+    def try_surgery(self) -> tuple[bool, bool]:
+        """Whether a middle range can be removed, and what follows moved up. Empties the context.
+
+        Nothing is evaluated afterwards, so that no wrong number can come of it.
+        """
+        begin, end = 1, max(2, self._length // 2)
+        removed = bool(llama.llama_memory_seq_rm(self._memory, _OWN, begin, end))
+        shifted = removed and bool(llama.llama_memory_can_shift(self._memory))
+        if shifted:
+            llama.llama_memory_seq_add(self._memory, _OWN, end, -1, begin - end)
+            held = llama.llama_memory_seq_pos_max(self._memory, _OWN) + 1
+            shifted = held == self._length - (end - begin)
+        self._clear()
+        return removed, shifted
+
+    # --- ending ------------------------------------------------------------------------------
+
+    def _fatal(self, what: str, cause: str, **numbers: object) -> SessionFatal:
+        self._broken = True
+        return SessionFatal(
+            f"The session's engine context can't be trusted: {what}. Open a new session.",
+            metadata={"cause": cause, **numbers},
+        )
+
+    def close(self) -> None:
+        """See the protocol."""
+        if not self._handle:
+            return
+        handle, self._handle = self._handle, None
+        self._memory, self._logits_view, self._has_logits = None, None, False
+        llama.llama_free(handle)
+        self._on_close(self)
+
+
+def _bytes_of(state: _State) -> Any:
+    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
+def _never() -> bool:
+    return False
+
+
+def _parameters(settings: ContextSettings) -> Any:
+    made = llama.llama_context_default_params()
+    made.n_ctx = settings.window
+    made.n_batch = settings.n_batch
+    made.n_ubatch = settings.n_ubatch
+    # Unified with one scratch sequence: a prefix can be copied out without touching the session.
+    made.n_seq_max = SEQUENCES
+    made.kv_unified = True
+    # One row of logits is ever read; fewer rows than sequences would abort the engine.
+    made.n_outputs_max = SEQUENCES
+    made.n_threads = made.n_threads_batch = settings.threads
+    # Left on automatic, results would depend on how a prompt was split.
+    made.flash_attn_type = 1 if settings.flash_attn else 0
+    made.type_k, made.type_v = KV_TYPES[settings.k_type], KV_TYPES[settings.v_type]
+    made.offload_kqv = made.op_offload = settings.offload
+    made.embeddings = False
+    made.swa_full = False
+    made.no_perf = True
+    return made
+
+
+def _mebibytes(pattern: re.Pattern[str], lines: list[str]) -> int:
+    found = (match for line in lines if (match := pattern.search(line)))
+    return round(sum(float(match[1]) for match in found) * _MIB)
+
+
+def _checked_kv_bytes(planned: int, lines: list[str]) -> int:
+    """The computed bytes where the engine's report, in MiB with two decimals, agrees; else its."""
+    reported = _mebibytes(_KV_LINE, lines)
+    if not planned:  # a recurrent state, which the plan doesn't know
+        return reported
+    places = sum(bool(_KV_LINE.search(line)) for line in lines)
+    if abs(reported - planned) <= 0.00501 * _MIB * max(places, 1):
+        return planned
+    log.warning("KV planned at %d bytes, the engine reports %d", planned, reported)
+    return reported

@@ -1,0 +1,268 @@
+"""The llama.cpp engine behind the ``Engine`` protocol: one loaded model and its contexts.
+
+Uses the binding's low-level functions only. Knows no sessions, prompts or policy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from modeld.shared.capacity import ModelFacts
+from modeld.shared.errors import (
+    InvalidRequest,
+    ModelLoadFailed,
+    ModelNotActive,
+    UnsupportedFeature,
+)
+from modeld.shared.gguf_header import GgufHeader, model_facts
+from modeld.shared.manifest import template_digest
+from modeld.shared.messages import Hello, LoadOp, LoadResult
+from modeld.shared.planner import kv_math
+from modeld.workers.engine import Cancelled, ReportProgress
+from modeld.workers.llama import probe, threads, validate
+from modeld.workers.llama.context import ContextSettings, LlamaContext, ModelTraits
+from modeld.workers.llama.native import build, engine_log, llama, start
+from modeld.workers.llama.tokenizer import LlamaTokenizer
+
+log = logging.getLogger(__name__)
+
+_VOCABULARY_NONE = 0
+
+
+class _Loaded:
+    """A model that is loaded, with what was found out about it."""
+
+    def __init__(
+        self, handle: Any, header: GgufHeader, facts: ModelFacts, request: LoadOp, threads: int
+    ) -> None:
+        self.handle, self.header, self.facts = handle, header, facts
+        self.request, self.threads = request, threads
+        vocab = llama.llama_model_get_vocab(handle)
+        self.tokenizer = LlamaTokenizer(
+            vocab, kind=header.tokenizer_model, pre=header.tokenizer_pre
+        )
+        self.traits = ModelTraits(
+            vocab=self.tokenizer.vocab_size,
+            window_tokens=llama.llama_model_n_swa(handle),
+            recurrent=llama.llama_model_is_recurrent(handle) or llama.llama_model_is_hybrid(handle),
+        )
+        self.contexts: set[LlamaContext] = set()
+
+
+class LlamaEngine:
+    """See ``Engine``. All methods run on one thread."""
+
+    def __init__(self) -> None:
+        self._loaded: _Loaded | None = None
+
+    def hello(self) -> Hello:
+        """Brings the library up."""
+        start()
+        offload = "yes" if llama.llama_supports_gpu_offload() else "no"
+        return Hello(
+            backend="llama",
+            backend_version=build().version,
+            build_digest=build().digest,
+            pid=os.getpid(),
+            capabilities={"generate": "yes", "gpu_offload": offload},
+            state_layout=f"llama-sequence-{llama.LLAMA_STATE_SEQ_VERSION}",
+            # Every native call releases the GIL: a 2 ms beat came at most 7 ms late during
+            # prefill. The rest is room for a loaded machine.
+            longest_gap_s={"load": 0.5, "evaluate": 0.25, "copy": 0.25, "tokenize": 0.25},
+        )
+
+    # --- the model ---------------------------------------------------------------------------
+
+    def load(self, request: LoadOp, report: ReportProgress, cancelled: Cancelled) -> LoadResult:
+        """See ``Engine``. Replaces a model that is still loaded. ``report("loading", fraction)``
+        follows the engine; UnsupportedFeature for a model that can't generate.
+        """
+        began = time.monotonic()
+        start()
+        self.unload()
+        validate.check_load(request)
+        if request.n_gpu_layers and not llama.llama_supports_gpu_offload():
+            raise InvalidRequest.of(
+                "n_gpu_layers", request.n_gpu_layers, "0", "This build of the engine has no GPU."
+            )
+        processors = threads.usable_processors()
+        busy = threads.read_busy(processors)
+        report("loading", 0.0)
+        header = validate.check_file(request.path)
+        facts = model_facts(header, header.file_bytes)
+        chosen = request.threads or threads.free_threads(busy, processors)
+        handle = _load_model(request, report, cancelled)
+        try:
+            self._loaded = _Loaded(handle, header, facts, request, chosen)
+            _refuse_unless_it_generates(self._loaded)
+            capabilities = probe.capabilities(
+                self.new_context, self._loaded.traits, self._loaded.tokenizer, facts
+            )
+            return self._result(self._loaded, capabilities, time.monotonic() - began)
+        except BaseException:
+            if self._loaded is None:
+                llama.llama_model_free(handle)
+            self.unload()
+            raise
+
+    def _result(self, loaded: _Loaded, capabilities: dict[str, str], seconds: float) -> LoadResult:
+        description = ctypes.create_string_buffer(256)
+        llama.llama_model_desc(loaded.handle, description, len(description))
+        header, template = loaded.header, self.chat_template
+        return LoadResult(
+            description=description.value.decode(errors="replace"),
+            vocab=loaded.tokenizer.vocab_size,
+            train_context=llama.llama_model_n_ctx_train(loaded.handle),
+            weights_bytes=llama.llama_model_size(loaded.handle),
+            add_bos=loaded.tokenizer.add_bos,
+            template_digest=(
+                template_digest(template, header.bos_text, header.eos_text) if template else ""
+            ),
+            template_supports_tools=False,  # known only by rendering, which isn't done here
+            threads=loaded.threads,
+            capabilities=capabilities,
+            seconds=seconds,
+        )
+
+    def unload(self) -> None:
+        """See ``Engine``."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            return
+        for context in list(loaded.contexts):  # a context must not outlive its model
+            context.close()
+        llama.llama_model_free(loaded.handle)
+        gc.collect()
+        _return_memory()
+
+    @property
+    def _current(self) -> _Loaded:
+        if self._loaded is None:
+            raise ModelNotActive("No model is loaded in this worker. Load one first.")
+        return self._loaded
+
+    @property
+    def tokenizer(self) -> LlamaTokenizer:
+        return self._current.tokenizer
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The loaded model's, from its header."""
+        return self._current.facts
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._current.header.chat_template
+
+    def special_texts(self) -> Mapping[str, str]:
+        """As the file says: the same texts from which the template's digest is made."""
+        header = self._current.header
+        return {"bos_token": header.bos_text, "eos_token": header.eos_text}
+
+    # --- contexts ----------------------------------------------------------------------------
+
+    def new_context(self, window: int, k_type: str, v_type: str) -> LlamaContext:
+        """See ``Engine``. ``window`` is tokens; what is really allocated is in the answer."""
+        loaded = self._current
+        request, facts = loaded.request, loaded.facts
+        validate.check_window(facts, window)
+        validate.check_kv_types(facts, k_type, v_type, flash_attn=request.flash_attn)
+        cells = kv_math.round_up(window, validate.CELL_PAD)
+        n_batch = min(request.n_batch, cells)
+        n_ubatch = min(request.n_ubatch, n_batch)
+
+        def planned(actual_cells: int) -> int:
+            return validate.planned_kv_bytes(facts, actual_cells, k_type, v_type, n_ubatch)
+
+        validate.check_free(planned(cells))
+        context = LlamaContext(
+            loaded.handle,
+            loaded.traits,
+            ContextSettings(
+                window=window,
+                n_batch=n_batch,
+                n_ubatch=n_ubatch,
+                k_type=k_type,
+                v_type=v_type,
+                threads=loaded.threads,
+                flash_attn=request.flash_attn,
+                offload=request.n_gpu_layers > 0,
+            ),
+            planned,
+            loaded.contexts.discard,
+        )
+        loaded.contexts.add(context)
+        return context
+
+
+def _load_model(request: LoadOp, report: ReportProgress, cancelled: Cancelled) -> Any:
+    stopped, told = False, 0.0
+
+    @llama.llama_progress_callback  # type: ignore[untyped-decorator]
+    def on_progress(fraction: float, _data: object) -> bool:
+        nonlocal stopped, told
+        if fraction >= min(told + 0.01, 1.0):
+            told = fraction
+            report("loading", fraction)
+        stopped = stopped or cancelled()
+        return not stopped
+
+    parameters = llama.llama_model_default_params()
+    parameters.n_gpu_layers = request.n_gpu_layers
+    parameters.load_mode = llama.LLAMA_LOAD_MODE_MMAP
+    # Repacked copies would double the weights' memory outside the file's pages, and pick kernels
+    # (AMX among them) that a virtual machine may announce and then not execute.
+    parameters.use_extra_bufts = False
+    parameters.progress_callback = on_progress
+    engine_log.clear()
+    if cancelled():
+        raise _load_cancelled()
+    handle = llama.llama_model_load_from_file(request.path.encode(), parameters)
+    if handle and not stopped:
+        return handle
+    if handle:
+        llama.llama_model_free(handle)
+    if stopped:
+        raise _load_cancelled()
+    raise ModelLoadFailed(
+        f"The engine refused the model {request.model!r}. It said: {engine_log.words()}.",
+        metadata={"cause": "engine", "model": request.model},
+    )
+
+
+def _load_cancelled() -> ModelLoadFailed:
+    return ModelLoadFailed(
+        "Loading was cancelled; nothing is loaded.", metadata={"cause": "cancelled"}
+    )
+
+
+def _refuse_unless_it_generates(loaded: _Loaded) -> None:
+    handle = loaded.handle
+    why = ""
+    if llama.llama_vocab_type(llama.llama_model_get_vocab(handle)) == _VOCABULARY_NONE:
+        why = "it has no vocabulary"
+    elif llama.llama_model_has_encoder(handle) or not llama.llama_model_has_decoder(handle):
+        why = "it has an encoder"
+    elif llama.llama_model_is_diffusion(handle):
+        why = "it generates by diffusion"
+    elif loaded.header.metadata.get(loaded.header.own("attention.causal")) is False:
+        why = "its attention isn't causal: it is an embedding model"
+    if why:
+        raise UnsupportedFeature(
+            f"The model {loaded.request.model!r} can't be served for generation: {why}.",
+            metadata={"capability": "generate", "model": loaded.request.model},
+        )
+
+
+def _return_memory() -> None:
+    """Give the allocator's free pages back to the system, where it can be asked to."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError):
+        log.debug("this platform's allocator can't be trimmed")

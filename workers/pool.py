@@ -1,0 +1,271 @@
+"""Engine contexts and what each one physically holds: who owns which, which may be taken again.
+
+Owns the exact record of evaluated tokens. Knows nothing of prompts, turns, sampling or clients.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from modeld.shared.errors import InsufficientMemory, SessionFatal
+from modeld.workers.engine import Cancelled, Engine, EngineContext, Logits
+
+log = logging.getLogger(__name__)
+
+Tokens = NDArray[np.int32]
+
+
+def common_prefix(left: Tokens, right: Tokens) -> int:
+    """Length in tokens of the longest common prefix."""
+    size = min(len(left), len(right))
+    if size == 0:
+        return 0
+    differs = left[:size] != right[:size]
+    first = int(differs.argmax())
+    return first if differs[first] else size
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an engine context is allocated for: window in tokens, KV types by ggml name."""
+
+    window: int
+    k_type: str
+    v_type: str
+
+
+class PooledContext:
+    """An engine context with the record of what is in it.
+
+    ``tokens`` is exactly what the engine holds, position by position. Every change goes through
+    ``extend``, ``trim`` and ``copy_from``, so the record can't drift from the engine's state.
+    """
+
+    def __init__(self, engine_context: EngineContext, shape: Shape) -> None:
+        self.engine_context = engine_context
+        self.shape = shape
+        self.window = engine_context.window
+        self.kv_digest = ""
+        self.runtime_digest = ""
+        self.owner: str | None = None
+        self.last_used = 0
+        self._buffer: Tokens = np.empty(self.window, dtype=np.int32)
+        self._length = 0
+        self._logits_current = False
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def bytes(self) -> int:
+        return self.engine_context.kv_bytes + self.engine_context.compute_bytes
+
+    @property
+    def tokens(self) -> Tokens:
+        """A view of what is physically there."""
+        return self._buffer[: self._length]
+
+    def logits_at(self, length: int) -> bool:
+        """Whether ``logits()`` are those after exactly ``length`` tokens."""
+        return self._logits_current and self._length == length
+
+    def logits(self) -> Logits:
+        return self.engine_context.logits()
+
+    def can_keep(self, keep: int) -> bool:
+        """Whether the context can go back to ``keep`` tokens with exact results."""
+        return keep in (0, self._length) or self.engine_context.can_trim(keep)
+
+    def trim(self, keep: int) -> None:
+        """Go back to ``keep`` tokens; raises SessionFatal if the engine won't."""
+        if keep == self._length:
+            return
+        self._logits_current = False
+        self.engine_context.trim(keep)
+        self._length = keep
+
+    def extend(self, tokens: Sequence[int], cancelled: Cancelled) -> int:
+        """Evaluate at the end; return how many were (fewer only when cancelled)."""
+        begin, asked = self._length, len(tokens)
+        self._logits_current = False
+        done = self.engine_context.evaluate(tokens, begin, cancelled=cancelled)
+        if not 0 <= done <= asked:
+            raise SessionFatal(
+                f"The engine reports {done} of {asked} tokens evaluated, which can't be.",
+                metadata={"cause": "bookkeeping", "evaluated": done, "asked": asked},
+            )
+        self._buffer[begin : begin + done] = tokens[:done]
+        self._length = begin + done
+        # The engine computes logits for a call's last token only.
+        self._logits_current = done == asked > 0
+        return done
+
+    def copy_from(self, source: PooledContext, count: int) -> bool:
+        """Become the first ``count`` tokens of ``source``; False (and empty) if it can't be."""
+        self._logits_current = False
+        self._length = 0
+        if not self.engine_context.copy_prefix_from(source.engine_context, count):
+            return False
+        self._buffer[:count] = source.tokens[:count]
+        self._length = count
+        return True
+
+    def close(self) -> None:
+        self.engine_context.close()
+        self._length = 0
+        self._logits_current = False
+
+
+class ContextPool:
+    """At most ``max_contexts`` engine contexts, in use and reclaimable together."""
+
+    def __init__(self, engine: Engine, max_contexts: int) -> None:
+        self._engine = engine
+        self.max_contexts = max_contexts
+        self.contexts: list[PooledContext] = []
+        self.created = 0
+        self.freed = 0
+        self._tick = 0
+        self._copy_failed: set[tuple[Shape, Shape]] = set()
+
+    @property
+    def slot_cells(self) -> int:
+        """KV cells allocated by all contexts."""
+        return sum(entry.window for entry in self.contexts)
+
+    @property
+    def reclaimable_tokens(self) -> int:
+        return sum(len(entry) for entry in self.contexts if entry.owner is None)
+
+    @property
+    def slot_bytes(self) -> int:
+        """KV and compute bytes of all contexts."""
+        return sum(entry.bytes for entry in self.contexts)
+
+    @property
+    def reclaimable_bytes(self) -> int:
+        return sum(entry.bytes for entry in self.contexts if entry.owner is None)
+
+    @property
+    def in_use(self) -> int:
+        return sum(entry.owner is not None for entry in self.contexts)
+
+    def counters(self) -> dict[str, int]:
+        """The slot's, since the model was loaded."""
+        return {
+            "slot_contexts": len(self.contexts),
+            "slot_contexts_created": self.created,
+            "slot_contexts_freed": self.freed,
+            "slot_contexts_reclaimable": len(self.contexts) - self.in_use,
+        }
+
+    def touch(self, entry: PooledContext) -> None:
+        """Mark as used now; the order of use decides what is reclaimed first."""
+        self._tick += 1
+        entry.last_used = self._tick
+
+    def acquire(self, owner: str, shape: Shape) -> tuple[PooledContext, bool]:
+        """A context for ``owner``, and whether it was taken from the pool.
+
+        A blank one of this shape first, then a new one, then the least recently used reclaimable
+        one. Raises InsufficientMemory with the numbers when nothing can be had, InvalidRequest
+        for a KV type that the engine doesn't know.
+        """
+        entry = next((e for e in self._reclaimable() if e.shape == shape and not len(e)), None)
+        reused = entry is not None
+        if entry is None:
+            entry, reused = self._make_room(shape)
+        entry.owner = owner
+        self.touch(entry)
+        return entry, reused
+
+    def release(self, entry: PooledContext) -> None:
+        """Leave the context, with what it holds, for whoever can use it."""
+        entry.owner = None
+        self.touch(entry)
+
+    def swap(self, mine: PooledContext, other: PooledContext) -> None:
+        """Give ``other`` to the owner of ``mine``, whose context becomes reclaimable."""
+        owner = mine.owner
+        self.release(mine)
+        other.owner = owner
+        self.touch(other)
+
+    def may_take(self, mine: PooledContext, other: PooledContext) -> bool:
+        """Whether ``other`` could simply be swapped for ``mine``."""
+        return other.owner is None and other.shape == mine.shape
+
+    def may_copy(self, mine: PooledContext, source: PooledContext, count: int) -> bool:
+        """Whether copying is worth a try: a failed one costs ``mine`` its content."""
+        pair = (source.shape, mine.shape)
+        return pair not in self._copy_failed and source.can_keep(count)
+
+    def copy(self, mine: PooledContext, source: PooledContext, count: int) -> bool:
+        """Make ``mine`` hold the first ``count`` tokens of ``source``; False (and empty) if not."""
+        self.touch(source)
+        if mine.copy_from(source, count):
+            return True
+        log.warning("the engine can't copy %s to %s; not tried again", source.shape, mine.shape)
+        self._copy_failed.add((source.shape, mine.shape))
+        return False
+
+    def destroy(self, entry: PooledContext) -> None:
+        self.contexts.remove(entry)
+        self.freed += 1
+        entry.close()
+
+    def close(self) -> None:
+        while self.contexts:
+            self.destroy(self.contexts[-1])
+
+    def _reclaimable(self) -> list[PooledContext]:
+        """Least recently used first."""
+        free = [entry for entry in self.contexts if entry.owner is None]
+        return sorted(free, key=lambda entry: entry.last_used)
+
+    def _make_room(self, shape: Shape) -> tuple[PooledContext, bool]:
+        """A new context, or the least recently used reclaimable one where none can be made."""
+        refusal: InsufficientMemory | None = None
+        while True:
+            if len(self.contexts) < self.max_contexts:
+                try:
+                    return self._create(shape), False
+                except InsufficientMemory as error:
+                    refusal = error
+            free = self._reclaimable()
+            if not free:
+                raise self._exhausted(refusal)
+            if free[0].shape == shape:
+                return free[0], True
+            log.info("freeing a reclaimable context of %d tokens", len(free[0]))
+            self.destroy(free[0])
+
+    def _create(self, shape: Shape) -> PooledContext:
+        made = self._engine.new_context(shape.window, shape.k_type, shape.v_type)
+        entry = PooledContext(made, shape)
+        self.contexts.append(entry)
+        self.created += 1
+        return entry
+
+    def _exhausted(self, refusal: InsufficientMemory | None) -> InsufficientMemory:
+        numbers = {
+            "sessions": self.in_use,
+            "max_contexts": self.max_contexts,
+            "slot_cells": self.slot_cells,
+        }
+        if refusal is None:
+            return InsufficientMemory(
+                f"All {self.max_contexts} engine contexts of this slot are held by open sessions "
+                f"({self.in_use}). Close a session, or raise the limit on contexts.",
+                metadata=numbers,
+            )
+        return InsufficientMemory(
+            f"{refusal.message} Nothing reclaimable is left to free ({self.in_use} sessions are "
+            "open). Close a session, or ask for a smaller window.",
+            metadata={**numbers, **refusal.metadata},
+        )

@@ -1,0 +1,255 @@
+"""Makes a session's context hold a given prompt, reusing whatever already holds its beginning.
+
+Owns matching, taking over and copying of contexts, evaluation and the numbers of both. Knows
+nothing of templates or sampling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from modeld.shared.errors import ContextOverflow
+from modeld.shared.messages import Status
+from modeld.workers import faults
+from modeld.workers.executor import OpContext
+from modeld.workers.pool import ContextPool, PooledContext, Tokens, common_prefix
+from modeld.workers.prompt import Assembled
+from modeld.workers.session import Session
+
+# Another context is worth taking over or copying when it holds at least this many tokens more.
+WORTHWHILE_TOKENS = 32
+
+
+def check_window(session: Session, pool: ContextPool, assembled: Assembled, stage: str) -> None:
+    """Raises ContextOverflow, before any KV changes, if the prompt exceeds the window.
+
+    A prompt of exactly the window's size is accepted: its first answer token needs no cell.
+    """
+    asked, window = len(assembled.tokens), session.window
+    if asked <= window:
+        return
+    target = np.asarray(assembled.tokens, dtype=np.int32)
+    resident = session.logical
+    additional = asked - common_prefix(session.logical_tokens(), target)
+    raise ContextOverflow(
+        f"The {stage} brings the context to {asked} tokens, {asked - window} more than the "
+        f"session's window of {window}. Nothing was changed. Drop {asked - window} tokens, or "
+        "open a session with a larger window.",
+        metadata={
+            "stage": stage,
+            "resident": resident,
+            "additional": additional,
+            "requested_tokens": asked,
+            "effective": window,
+            "hot": pool.slot_cells,
+            "planner": window,
+            "drop_tokens": asked - window,
+        },
+    )
+
+
+@dataclass(frozen=True)
+class _Find:
+    """Where a target stands in one context: tokens matched, and how many can be kept."""
+
+    matched: int
+    keep: int
+    cannot_trim: bool
+
+
+def _find(entry: PooledContext, target: Tokens, need_logits: bool) -> _Find:
+    matched = common_prefix(entry.tokens, target)
+    if matched == len(target):
+        if not need_logits:
+            return _Find(matched, matched, False)
+        keep = matched - 1  # the last token is evaluated again: logits aren't kept
+    else:
+        keep = matched
+    if entry.can_keep(keep):
+        return _Find(matched, keep, False)
+    return _Find(matched, 0, True)
+
+
+class Prefill:
+    """One call's way from what is resident to ``assembled``; construct, then ``advance``.
+
+    Constructing matches, and takes over or copies another context where that is worthwhile;
+    ``advance`` evaluates. A part's ``Status`` counts what was done up to then. Everything the
+    context held before stays findable until a token must be evaluated in its place.
+
+    ``prefilled`` counts all tokens that the call evaluated for the part. For a suffix that also
+    means tokens of the prefix, where they had to be evaluated (again): after a cancelled prefix,
+    or where the model's memory can't be trimmed (``miss_reason`` CANNOT_TRIM).
+    """
+
+    def __init__(
+        self, session: Session, pool: ContextPool, assembled: Assembled, *, need_logits: bool
+    ) -> None:
+        self._session = session
+        self._assembled = assembled
+        self._target: Tokens = np.asarray(assembled.tokens, dtype=np.int32)
+        self._began_s = time.perf_counter()
+        self._old_logical = session.logical
+        self._stayed = common_prefix(session.logical_tokens(), self._target)
+        self._other_digest = self._leave_other_digest()
+        self._copied = 0
+        self._held = self._old_logical or len(session.entry)
+        own = _find(session.entry, self._target, need_logits)
+        self._found = self._take_better(pool, own, need_logits)
+        self._position = self._found.keep
+        self._evaluated = 0
+        # What of this was already told by an earlier status of the same call.
+        self._told_evaluated = 0
+        self._told_dropped = 0
+        self._told_s = 0.0
+        session.logical = min(self._stayed, self._found.keep)
+        pool.touch(session.entry)
+
+    def advance(self, end: int, context: OpContext) -> bool:
+        """Bring the first ``end`` tokens of the prompt into the context; False when cancelled."""
+        session, entry = self._session, self._session.entry
+
+        def cancelled() -> bool:
+            context.beat()
+            return context.cancelled()
+
+        if self._position < end:
+            faults.point("prefill")
+            entry.trim(self._position)
+            done = entry.extend(self._assembled.tokens[self._position : end], cancelled)
+            self._position += done
+            self._evaluated += done
+            session.seen_tokens += done
+            session.counters["evaluated_tokens"] += done
+        session.logical = min(self._position, end)
+        arrived = session.logical == end
+        session.counters["cancelled_ops"] += not arrived
+        return arrived
+
+    def status(self, part: Literal["prefix", "suffix"]) -> Status:
+        """The numbers of a part, after ``advance`` to its end."""
+        session, assembled = self._session, self._assembled
+        prefix, total = assembled.prefix_tokens, len(assembled.tokens)
+        begin, end = (0, prefix) if part == "prefix" else (prefix, total)
+        reused = max(0, min(self._found.keep, end) - begin)
+        dropped = self._dropped_at(end) - self._told_dropped
+        prefilled = self._evaluated - self._told_evaluated
+        seconds = time.perf_counter() - self._began_s - self._told_s
+        self._told_dropped += dropped
+        self._told_evaluated += prefilled
+        self._told_s += seconds
+        session.counters["reused_tokens"] += reused
+        session.counters["dropped_tokens"] += dropped
+        segments = list(assembled.segments)
+        return Status(
+            part=part,
+            reused=reused,
+            dropped=dropped,
+            prefilled=prefilled,
+            prefix=prefix,
+            suffix=total - prefix if part == "suffix" else 0,
+            resident=session.logical,
+            available=session.available,
+            retained=session.retained,
+            copied=max(0, min(self._copied, end) - begin),
+            miss_reason=self._miss_reason(begin, end),
+            stable_token_hash=token_hash(self._target[:prefix]),
+            volatile_token_hash=token_hash(self._target[prefix:end]),
+            template_additive=assembled.additive,
+            turns_recomputed=assembled.turns_recomputed,
+            seen_tokens=session.seen_tokens,
+            seconds=seconds,
+            segments=segments[: len(session.prefix.segments)] if part == "prefix" else segments,
+        )
+
+    def _leave_other_digest(self) -> bool:
+        """What was built under another kv_digest means other KV: none of it may be matched."""
+        session, entry = self._session, self._session.entry
+        if entry.kv_digest == session.kv_digest:
+            return False
+        held_something = len(entry) > 0
+        session.logical = self._stayed = 0
+        entry.trim(0)
+        entry.kv_digest, entry.runtime_digest = session.kv_digest, session.runtime_digest
+        return held_something
+
+    def _take_better(self, pool: ContextPool, own: _Find, need_logits: bool) -> _Find:
+        """Look for a context that holds clearly more of the target; take it over or copy it."""
+        session, mine = self._session, self._session.entry
+        best, other = own, mine
+        for entry in pool.contexts:
+            if entry is not mine and entry.kv_digest == session.kv_digest:
+                found = _find(entry, self._target, need_logits)
+                if found.keep > best.keep and (
+                    pool.may_take(mine, entry) or pool.may_copy(mine, entry, found.keep)
+                ):
+                    best, other = found, entry
+        if best.keep < own.keep + WORTHWHILE_TOKENS:
+            return own
+        if pool.may_take(mine, other):
+            pool.swap(mine, other)
+            session.context = other
+            session.counters["adopted_contexts"] += 1
+        else:
+            session.logical = 0
+            if not pool.copy(mine, other, best.keep):
+                return _Find(0, 0, False)
+            self._copied = best.keep
+            session.counters["copied_tokens"] += best.keep
+        self._held = len(other)
+        return best
+
+    def _dropped_at(self, end: int) -> int:
+        """Tokens that left the session's context by this call, as far as is known at ``end``.
+
+        What lies beyond a prefix that stayed may still be the suffix's: it is judged there.
+        """
+        if self._session.logical == end <= self._stayed and end < len(self._assembled.tokens):
+            return 0
+        return self._old_logical - min(self._stayed, self._session.logical)
+
+    def _miss_reason(self, begin: int, end: int) -> str:
+        if begin == end:
+            return "NONE"
+        if self._found.cannot_trim:
+            return "CANNOT_TRIM"
+        matched = self._found.matched
+        if matched >= end:
+            return "NONE"
+        if self._other_digest:
+            return "KV_DIGEST"
+        if matched == 0 and self._old_logical == 0:
+            return "COLD"
+        return "EXTENDED" if matched >= self._held else "TOKENS_DIFFER"
+
+
+def token_hash(tokens: Tokens) -> str:
+    """SHA-256 hex of the ids as little-endian int32."""
+    return hashlib.sha256(tokens.astype("<i4", copy=False).tobytes()).hexdigest()
+
+
+def ensure_logits(session: Session, context: OpContext) -> int | None:
+    """Make the logits after the prompt and the answer so far current.
+
+    Evaluates what isn't resident of them (the last sampled token, or what a cancel left out), or
+    the last token again. Returns how many tokens that took, or None when cancelled on the way.
+    All are evaluated where the model's memory can't give up its last token.
+    """
+    entry, logical, missing = session.entry, session.logical, session.missing()
+    if not missing and entry.logits_at(logical):
+        return 0
+    keep = logical if missing else logical - 1
+    if not entry.can_keep(keep):
+        keep = 0
+    tokens = [*entry.tokens[keep:logical].tolist(), *missing]
+    entry.trim(keep)
+    done = entry.extend(tokens, context.cancelled)
+    session.logical = keep + done
+    session.seen_tokens += done
+    session.counters["evaluated_tokens"] += done
+    return done if done == len(tokens) else None

@@ -1,0 +1,269 @@
+"""Rendering messages so that nothing in their content can become a control token.
+
+Owns the distinction of the template's own text from what the messages bring. Knows nothing of
+tokenizers beyond their control texts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from modeld.shared.errors import InvalidRequest, ModeldError
+from modeld.shared.messages import Message
+from modeld.workers.splits import Controls, Part
+from modeld.workers.template import ChatTemplate, Plain, plain_message
+
+Span = tuple[int, int]  # characters of the rendered text
+
+MAX_JUDGED_CHARS = 4 * 1024 * 1024  # of contents whose verdict is remembered
+
+_PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+_PRIVATE_CHARS = re.compile("[\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    text: str
+    parts: list[Part]
+
+
+class ChatRenderer:
+    """Renders with one template, for one vocabulary's control tokens."""
+
+    def __init__(self, template: ChatTemplate, controls: Controls) -> None:
+        self._template = template
+        self._controls = controls
+        self._fixed = "".join([template.source, *template.special_texts.values()])
+        # Whether template text on either side of a content could complete it to a control text.
+        self._dangling = any(map(controls.starts_at_end, template.literals)) and any(
+            map(controls.ends_at_start, template.literals)
+        )
+        self._judged: dict[str, bool] = {}
+        self._judged_chars = 0
+        self._tools: tuple[list[str], list[Plain], bool] | None = None
+
+    def render(self, messages: Sequence[Message], tools: Sequence[str], cue: bool) -> Rendered:
+        """The text and its parts: control tokens only where the template itself writes them.
+
+        Where no content holds or touches a control text, the rendering is split as it stands.
+        Else those contents are rendered with every character that a control text could need
+        replaced by one found nowhere else, and put back after the split. Raises InvalidRequest
+        if that changes the rendering: then the template reads or transforms the content, and
+        what stands where can't be told.
+        """
+        plain = [plain_message(message) for message in messages]
+        parsed, tools_touch = self._parsed(tools)
+        text = self._template.render_plain(plain, parsed, cue)
+        touches = [self._message_touches(message) for message in plain]
+        if not tools_touch and not any(touches):
+            return Rendered(text, self._controls.split(text))
+        free = _free_characters(text, self._fixed, *_texts([plain, parsed]))
+        there = {ord(char): next(free) for char in sorted(self._controls.alphabet)}
+        back = {ord(stand_in): chr(char) for char, stand_in in there.items()}
+
+        def shield(content: str) -> str:
+            return content.translate(there) if self._touches(content) else content
+
+        shielded = self._shielded(plain, parsed, cue, shield)
+        if shielded is None or shielded.translate(back) != text:
+            raise InvalidRequest(
+                "A message or tool contains the text of one of the model's control tokens, and "
+                "the model's chat template transforms it, so that it can't be told from the "
+                "template's own. Remove or break up that text, or use a session with "
+                "prompt_format=raw.",
+                metadata={
+                    "field": "messages",
+                    "value": "",
+                    "allowed": "content without control-token text, for this template",
+                },
+            )
+        parts = [
+            Part(part.text.translate(back), part.token) for part in self._controls.split(shielded)
+        ]
+        return Rendered(text, parts)
+
+    def spans(
+        self, messages: Sequence[Message], tools: Sequence[str], cue: bool, text: str
+    ) -> list[Span | None]:
+        """Where each message's content stands in ``text``, its rendering; None where unknown."""
+        plain = [plain_message(message) for message in messages]
+        marked = self._marked(plain, tools, cue, text)
+        return _found(plain, text) if marked is None else marked
+
+    def _shielded(
+        self, plain: list[Plain], tools: list[Plain], cue: bool, shield: Callable[[str], str]
+    ) -> str | None:
+        try:
+            return self._template.render_plain(
+                [_map_message(message, shield) for message in plain],
+                [_map_json(tool, shield) for tool in tools],
+                cue,
+            )
+        except InvalidRequest:
+            return None
+
+    def _marked(
+        self, plain: list[Plain], tools: Sequence[str], cue: bool, text: str
+    ) -> list[Span | None] | None:
+        """Spans from a rendering with a mark on either side of each content, if that's neutral."""
+        parsed, _ = self._parsed(tools)
+        free = _free_characters(text, self._fixed, *_texts([plain, parsed]), skip_basic=True)
+        marks: list[str] = []
+        marked_messages = []
+        for message in plain:
+            content = message["content"]
+            core = content.strip()
+            marks.append(next(free, ""))
+            if not marks[-1]:
+                return None
+            if core:
+                # Inside surrounding whitespace, which templates like to trim.
+                begin = content.index(core)
+                inner = marks[-1] + core + marks[-1]
+                content = content[:begin] + inner + content[begin + len(core) :]
+            marked_messages.append({**message, "content": content})
+        if not marks:
+            return []
+        try:
+            marked = self._template.render_plain(marked_messages, parsed, cue)
+        except ModeldError:
+            return None
+        pieces = re.split(f"([{marks[0]}-{marks[-1]}])", marked)
+        if "".join(pieces[0::2]) != text:
+            return None
+        places: dict[str, list[int]] = {}
+        position = 0
+        for run, mark in zip(pieces[0::2], pieces[1::2], strict=False):
+            position += len(run)
+            places.setdefault(mark, []).append(position)
+        return [(at[0], at[1]) if len(at := places.get(mark, [])) == 2 else None for mark in marks]
+
+    def _parsed(self, tools: Sequence[str]) -> tuple[list[Plain], bool]:
+        if self._tools is None or self._tools[0] != list(tools):
+            parsed = self._template.plain_tools(tools)
+            judged = [self._json_touches(tool) for tool in parsed]
+            self._tools = (list(tools), parsed, any(judged))
+        return self._tools[1], self._tools[2]
+
+    def _message_touches(self, message: Plain) -> bool:
+        # All JSON is judged, whatever the rest: it may be refused.
+        judged = [
+            self._json_touches(call["function"]["arguments"])
+            for call in message.get("tool_calls", ())
+        ]
+        return any(judged) or any(map(self._touches, _message_texts(message)))
+
+    def _json_touches(self, value: Any) -> bool:
+        if any(map(self._touches, _texts(value))):
+            return True
+        if not isinstance(value, str) and self._controls.contained(
+            json.dumps(value, ensure_ascii=False)
+        ):
+            raise InvalidRequest.of(
+                "tools",
+                "",
+                "JSON whose punctuation doesn't spell one of the model's control tokens",
+            )
+        return False
+
+    def _touches(self, content: str) -> bool:
+        """Whether a control text stands in ``content`` or could form across its edges."""
+        known = self._judged.get(content)
+        if known is not None:
+            return known
+        controls = self._controls
+        trimmed = content.strip()
+        touches = (
+            controls.contained(content)
+            or any(controls.starts_at_end(text) for text in (content, trimmed))
+            or any(controls.ends_at_start(text) for text in (content, trimmed))
+            or (self._dangling and bool(trimmed) and controls.inside(trimmed))
+        )
+        self._judged_chars += len(content)
+        if len(self._judged) >= 4096 or self._judged_chars > MAX_JUDGED_CHARS:
+            self._judged.clear()
+            self._judged_chars = len(content)
+        self._judged[content] = touches
+        return touches
+
+
+def _message_texts(message: Plain) -> Iterator[str]:
+    yield message["content"]
+    for key in ("name", "tool_call_id"):
+        if key in message:
+            yield message[key]
+    for call in message.get("tool_calls", ()):
+        yield call.get("id", "")
+        yield call["function"]["name"]
+
+
+def _map_message(message: Plain, change: Callable[[str], str]) -> Plain:
+    mapped = {key: change(text) if key != "role" else text for key, text in message.items()
+              if key != "tool_calls"}  # fmt: skip
+    if "tool_calls" in message:
+        mapped["tool_calls"] = [
+            {
+                **({"id": change(call["id"])} if "id" in call else {}),
+                "type": call["type"],
+                "function": {
+                    "name": change(call["function"]["name"]),
+                    "arguments": _map_json(call["function"]["arguments"], change),
+                },
+            }
+            for call in message["tool_calls"]
+        ]
+    return mapped
+
+
+def _map_json(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _map_json(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map_json(item, change) for item in value]
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every string in plain data, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _free_characters(*texts: str, skip_basic: bool = False) -> Iterator[str]:
+    """Private-use characters found in none of the texts, in ascending order."""
+    taken: set[str] = set()
+    for text in texts:
+        if not text.isascii():
+            taken.update(_PRIVATE_CHARS.findall(text))
+    for block in _PRIVATE[1 if skip_basic else 0 :]:
+        for code in block:
+            if chr(code) not in taken:
+                yield chr(code)
+
+
+def _found(plain: Sequence[Plain], text: str) -> list[Span | None]:
+    """Where contents stand, by looking for them in order."""
+    spans: list[Span | None] = []
+    cursor = 0
+    for message in plain:
+        core = message["content"].strip()
+        begin = text.find(core, cursor) if core else -1
+        if begin < 0:
+            spans.append(None)
+            continue
+        cursor = begin + len(core)
+        spans.append((begin, cursor))
+    return spans
