@@ -1,0 +1,1 @@
+"""The ``modeld`` command: thin over the client library and the supervisor."""

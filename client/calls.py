@@ -345,9 +345,9 @@ def list_sessions(deadlines: Deadlines) -> Call[values.SessionList]:
 
 
 def close_session(
-    handle: values.SessionHandle, discard: bool, deadlines: Deadlines
+    handle: values.SessionHandle, *, discard: bool, detach: bool, deadlines: Deadlines
 ) -> Call[values.Closed]:
-    request = session_pb2.CloseSessionRequest(discard=discard)
+    request = session_pb2.CloseSessionRequest(discard=discard, detach=detach)
     request.session.session_id = handle.session_id
     request.session.generation = handle.generation
     return _session("CloseSession", request, values.Closed, deadlines.quick_s)

@@ -197,18 +197,23 @@ class Session:
 
         Idempotent, and not an error where the session is gone already.
         """
+        return self._end(discard=discard, detach=False)
+
+    def detach(self) -> None:
+        """Leave the session open for whoever attaches by its key, in no switch's way."""
+        self._end(discard=False, detach=True)
+
+    def _end(self, *, discard: bool, detach: bool) -> Closed:
         if self._core.closed:
             return Closed(0)
         self._core.closed = True
-        call = calls.close_session(self.handle, discard, self._core.deadlines)
+        call = calls.close_session(
+            self.handle, discard=discard, detach=detach, deadlines=self._core.deadlines
+        )
         try:
             return self._client.transport.unary(call)
         except RECOVERABLE:
             return Closed(0)
-
-    def detach(self) -> None:
-        """Leave the session open on the daemon, for whoever attaches by its key."""
-        self._core.closed = True
 
     def __enter__(self) -> Self:
         return self

@@ -130,7 +130,7 @@ class SlotUse:
 
     weights_resident: bool = False
     cells: int = 0  # KV cells allocated by live and reclaimable contexts
-    resident_bytes: int = 0  # of those contexts and the weights
+    resident_bytes: int = 0  # of those contexts; weights are charged apart
     reclaimable_bytes: int = 0  # what evicting closed sessions' contexts gives back
     sessions: int = 0
     # Cells of what is reclaimable; 0 with reclaimable bytes: taken in proportion to the bytes.

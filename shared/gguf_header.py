@@ -242,10 +242,11 @@ def read_header(path: str | Path) -> GgufHeader:
         raise ModelLoadFailed(
             f"The model file can't be opened: {reason}.", metadata={"cause": "open"}
         ) from None
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise refuse("it is not a regular file")
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise refuse("it is not a regular file")
+    with os.fdopen(descriptor, "rb") as file:
         size = status.st_size
         parsed = parse(file, size)
         metadata = MappingProxyType(parsed.metadata)
@@ -283,7 +284,7 @@ def repeated_token(path: str | Path, header: GgufHeader) -> tuple[int, str] | No
     tokens = header.arrays.get(TOKENS_KEY)
     if tokens is None or not tokens.strings:
         return None
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
         return repeated_string(file, header.file_bytes, tokens)
 
 

@@ -62,14 +62,14 @@ class ChatRenderer:
         if not tools_touch and not any(touches):
             return Rendered(text, self._controls.split(text))
         free = _free_characters(text, self._fixed, *_texts([plain, parsed]))
-        there = {ord(char): next(free) for char in sorted(self._controls.alphabet)}
-        back = {ord(stand_in): chr(char) for char, stand_in in there.items()}
+        there = [(char, next(free)) for char in sorted(self._controls.alphabet)]
+        back = [(stand_in, char) for char, stand_in in there]
 
         def shield(content: str) -> str:
-            return content.translate(there) if self._touches(content) else content
+            return _exchange(content, there) if self._touches(content) else content
 
         shielded = self._shielded(plain, parsed, cue, shield)
-        if shielded is None or shielded.translate(back) != text:
+        if shielded is None or _exchange(shielded, back) != text:
             raise InvalidRequest(
                 "A message or tool contains the text of one of the model's control tokens, and "
                 "the model's chat template transforms it, so that it can't be told from the "
@@ -82,7 +82,7 @@ class ChatRenderer:
                 },
             )
         parts = [
-            Part(part.text.translate(back), part.token) for part in self._controls.split(shielded)
+            Part(_exchange(part.text, back), part.token) for part in self._controls.split(shielded)
         ]
         return Rendered(text, parts)
 
@@ -240,6 +240,13 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _texts(item)
+
+
+def _exchange(text: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """Replace each pair's first character by its second (for long texts faster than translate)."""
+    for old, new in pairs:
+        text = text.replace(old, new)
+    return text
 
 
 def _free_characters(*texts: str, skip_basic: bool = False) -> Iterator[str]:

@@ -18,17 +18,20 @@ from modeld.shared.capacity import (
 from modeld.shared.planner.kv_math import layer_cells
 
 PAD_CELLS = 256  # llama.cpp rounds n_ctx, and what a windowed layer keeps, up to this
+# The isolated layout's context is unified, with the session and one scratch sequence; a windowed
+# layer keeps its window for each.
+SEQUENCES = 2
 F32_BYTES = 4
 MIB = 1 << 20
 
 
 def default_reserve(total_bytes: int) -> int:
-    """Host bytes left alone where the operator set none: 5 %, from 512 MiB, at most a quarter.
+    """Host bytes left alone where the operator set none.
 
-    The reading of available memory already leaves out what the kernel needs; this is the room
-    for other programs to grow before the machine swaps.
+    A sixteenth, from 512 MiB to 4 GiB, at most a quarter. The reading of available memory already
+    leaves out what the kernel needs; this is room for other programs before the machine swaps.
     """
-    return min(max(512 * MIB, total_bytes // 20), total_bytes // 4)
+    return min(max(512 * MIB, total_bytes // 16), 4096 * MIB, total_bytes // 4)
 
 
 def estimate_compute_bytes(
@@ -66,9 +69,9 @@ def estimate_compute_bytes(
 class Budget:
     """``min(free + loaded + reclaimable - reserve, user_limit - resident)`` and what it leaves.
 
-    ``weights`` are charged once, here, whether the model is resident or not: the pages of a
-    mapped file still count as free, so ``resident`` leaves resident weights out and ``loaded``
-    gives back only what the engine copied. ``user_limit`` is 0 where not set.
+    ``weights`` are charged once, here, whether the model is resident or not: a reading counts the
+    pages of a mapped file as available, so that loading it changes nothing, and ``loaded`` gives
+    back only what the engine copied. ``user_limit`` is 0 where not set.
     """
 
     free: int
@@ -170,7 +173,7 @@ def make_budget(
         reclaimable=reclaimable,
         reserve=policy.reserve_bytes or default_reserve(total),
         user_limit=policy.user_limit_bytes,
-        resident=max(0, use.resident_bytes - weights_resident - reclaimable),
+        resident=max(0, use.resident_bytes - reclaimable),
         weights=facts.weights_bytes,
         headroom_fraction=policy.headroom,
     )

@@ -31,7 +31,13 @@ from modeld.shared.capacity import (
     SlotUse,
 )
 from modeld.shared.errors import InsufficientMemory, InvalidRequest
-from modeld.shared.planner.budget import PAD_CELLS, Budget, estimate_compute_bytes, make_budget
+from modeld.shared.planner.budget import (
+    PAD_CELLS,
+    SEQUENCES,
+    Budget,
+    estimate_compute_bytes,
+    make_budget,
+)
 from modeld.shared.planner.kv_math import check_types, fit, kv_bytes, round_up
 
 MAX_CONTEXT_TOKENS = 1 << 24  # beyond every model's ceiling; the engine takes no more than 31 bits
@@ -57,6 +63,7 @@ class _Costs:
             self.v_type,
             pad=PAD_CELLS,
             extra_window_cells=self.policy.n_ubatch,
+            window_sequences=SEQUENCES,
         )
 
     def compute(self, tokens: int) -> int:
@@ -76,6 +83,7 @@ class _Costs:
             pad=PAD_CELLS,
             limit_tokens=MAX_CONTEXT_TOKENS,
             extra_window_cells=self.policy.n_ubatch,
+            window_sequences=SEQUENCES,
             overhead_bytes=self.compute,
         )
 
@@ -90,7 +98,8 @@ def resolve(
     """Plan one session. Raises InsufficientMemory with the whole budget, or InvalidRequest.
 
     For a model that replaces another, ``use`` describes the slot after the switch (no cells) with
-    ``reclaimable_bytes`` for what the resident model would give back.
+    ``reclaimable_bytes`` for what the resident model's contexts, and what it copied of its weights,
+    would give back; its mapped pages are in the reading already.
     """
     _check(facts, request, policy)
     costs = _Costs(facts, policy, request.k_type, request.v_type)
@@ -98,7 +107,7 @@ def resolve(
         return _resolve_blind(costs, request, memory, use)
     as_is = make_budget(facts, policy, memory, use, reclaim=False)
     budget = make_budget(facts, policy, memory, use, reclaim=True)
-    evicted = _reclaimable_cells(facts, use)
+    evicted = _reclaimable_cells(use)
     fits = costs.fit(budget.contexts)
     window = _window(costs, request, use, budget, fits)
     allocated = round_up(window.tokens, PAD_CELLS)
@@ -174,12 +183,11 @@ def _check(facts: ModelFacts, request: CapacityRequest, policy: CapacityPolicy) 
         raise InvalidRequest.of("floor_window", policy.floor_window, "at least 1 token")
 
 
-def _reclaimable_cells(facts: ModelFacts, use: SlotUse) -> int:
+def _reclaimable_cells(use: SlotUse) -> int:
     """Cells that go when everything reclaimable is evicted; by share of bytes if not counted."""
     if use.reclaimable_cells or not use.reclaimable_bytes:
         return min(use.cells, use.reclaimable_cells)
-    weights = facts.weights_bytes if use.weights_resident else 0
-    contexts = max(use.resident_bytes - weights, use.reclaimable_bytes)
+    contexts = max(use.resident_bytes, use.reclaimable_bytes)
     return use.cells * use.reclaimable_bytes // contexts
 
 

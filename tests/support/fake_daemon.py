@@ -431,7 +431,8 @@ class Servicer(
     async def CloseSession(self, request: Any, context: Any) -> Any:
         await self.enter(request, context)
         session = self.session(request)
-        del self.w.sessions[session.session_id]
+        if not request.detach:
+            del self.w.sessions[session.session_id]
         return session_pb2.CloseSessionResponse(retained_tokens=len(session.tokens))
 
     async def ListSessions(self, request: Any, context: Any) -> Any:

@@ -80,8 +80,9 @@ def test_the_estimate_does_without_optional_facts() -> None:
     )
 
 
-def test_the_default_reserve_is_a_twentieth_within_its_bounds() -> None:
-    assert default_reserve(100 * GIB) == 5 * GIB
+def test_the_default_reserve_is_a_sixteenth_within_its_bounds() -> None:
+    assert default_reserve(100 * GIB) == 4 * GIB
+    assert default_reserve(32 * GIB) == 2 * GIB
     assert default_reserve(4 * GIB) == 512 * MIB
     assert default_reserve(1 * GIB) == 256 * MIB
 
@@ -209,6 +210,12 @@ def test_windowed_layers_allow_a_longer_window() -> None:
     assert by_kind[1] > by_kind[0]
 
 
+def test_a_windowed_layer_is_charged_for_session_scratch_and_micro_batch() -> None:
+    windowed = replace(SMOL, layers=(LayerFacts(30, 3, 64, 64, 512),))
+    found = resolve(windowed, CapacityRequest(window=8192), POLICY, PLENTY, FRESH)
+    assert found.kv_bytes == (2 * 512 + 256) * 23040
+
+
 # --- what the slot already holds -------------------------------------------------------------
 
 
@@ -216,7 +223,7 @@ def test_hot_counts_the_cells_of_the_whole_slot() -> None:
     use = SlotUse(
         weights_resident=True,
         cells=4096,
-        resident_bytes=SMOL.weights_bytes + 4096 * 23040,
+        resident_bytes=4096 * 23040,
         sessions=1,
     )
     found = resolve(SMOL, CapacityRequest(window=2048), POLICY, PLENTY, use)
@@ -226,7 +233,7 @@ def test_hot_counts_the_cells_of_the_whole_slot() -> None:
 
 
 def test_mapped_weights_are_charged_once_whether_resident_or_not() -> None:
-    resident = SlotUse(weights_resident=True, resident_bytes=SMOL.weights_bytes)
+    resident = SlotUse(weights_resident=True)
     limited = replace(POLICY, user_limit_bytes=600 * MIB)
     for policy in (POLICY, limited):
         before = resolve(SMOL, AUTO, policy, PLENTY, FRESH)
@@ -237,7 +244,6 @@ def test_mapped_weights_are_charged_once_whether_resident_or_not() -> None:
 def test_weights_that_the_engine_copied_are_given_back_to_the_reading() -> None:
     copied = SlotUse(
         weights_resident=True,
-        resident_bytes=SMOL.weights_bytes,
         weights_anonymous_bytes=SMOL.weights_bytes,
     )
     before = resolve(SMOL, AUTO, POLICY, memory(2 * GIB), FRESH)
@@ -250,7 +256,7 @@ def test_reclaimable_contexts_make_room_and_leave_hot() -> None:
     use = SlotUse(
         weights_resident=True,
         cells=8192,
-        resident_bytes=SMOL.weights_bytes + held,
+        resident_bytes=held,
         reclaimable_bytes=held,
     )
     tight = memory(512 * MIB + 200 * MIB)
@@ -272,9 +278,12 @@ def test_reclaimable_contexts_stay_where_there_is_room_beside_them() -> None:
 # --- refusals --------------------------------------------------------------------------------
 
 
-def refusal(available: int, request: CapacityRequest = AUTO, **policy: int) -> dict[str, str]:
+def refusal(
+    available: int, request: CapacityRequest = AUTO, user_limit_bytes: int = 0
+) -> dict[str, str]:
+    policy = replace(POLICY, user_limit_bytes=user_limit_bytes)
     with pytest.raises(InsufficientMemory) as refused:
-        resolve(SMOL, request, replace(POLICY, **policy), memory(available), FRESH)
+        resolve(SMOL, request, policy, memory(available), FRESH)
     assert refused.value.reason == "INSUFFICIENT_MEMORY"
     return {**refused.value.metadata, "message": refused.value.message}
 
@@ -329,17 +338,17 @@ def test_a_model_that_does_not_fit_at_all_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("available", "policy", "bound"),
+    ("available", "user_limit_bytes", "bound"),
     [
-        (500 * MIB, {}, "reserve"),
-        (100 * MIB, {}, "memory"),
-        (20 * GIB, {"user_limit_bytes": 150 * MIB}, "user_limit"),
+        (500 * MIB, 0, "reserve"),
+        (100 * MIB, 0, "memory"),
+        (20 * GIB, 150 * MIB, "user_limit"),
     ],
 )
 def test_a_refusal_names_the_bound_that_decided(
-    available: int, policy: dict[str, int], bound: str
+    available: int, user_limit_bytes: int, bound: str
 ) -> None:
-    assert refusal(available, **policy)["bound"] == bound
+    assert refusal(available, user_limit_bytes=user_limit_bytes)["bound"] == bound
 
 
 def test_headroom_is_named_when_it_alone_decides() -> None:

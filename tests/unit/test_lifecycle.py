@@ -17,11 +17,11 @@ from modeld.supervisor.lifecycle import (
     Instruction,
     InvalidTransition,
     Misbehaved,
+    OpEnded,
     OperationEvent,
     OperationInstruction,
     OperationMachine,
     OperationState,
-    OpEnded,
     OpStarted,
     Report,
     SendWelcome,
@@ -195,9 +195,7 @@ class WorkerLife(RuleBasedStateMachine):
         self.live_ops.remove(op_id)
         self.send(OpEnded(op_id))
 
-    @precondition(
-        lambda self: self.processes == 1 and self.machine.state is not WorkerState.DEAD
-    )
+    @precondition(lambda self: self.processes == 1 and self.machine.state is not WorkerState.DEAD)
     @rule(cause=st.sampled_from(["heartbeat", "protocol"]))
     def misbehave(self, cause: str) -> None:
         self.send(Misbehaved(cause, "text"))

@@ -63,6 +63,11 @@ def ready(**options: int) -> SlotMachine:
     return machine_after(LoadRequested(A), LoadDone(), **options)
 
 
+def state_of(machine: SlotMachine) -> SlotState:
+    """Read anew: a type checker would hold on to the state it saw before ``apply``."""
+    return machine.state
+
+
 def kinds(instructions: list[Instruction]) -> list[type]:
     return [type(instruction) for instruction in instructions]
 
@@ -83,13 +88,11 @@ def test_a_load_bumps_first_and_publishes_last() -> None:
 
 def test_a_turn_makes_the_slot_busy_until_it_ends() -> None:
     machine = ready()
-    assert machine.admits_turn
     assert machine.apply(TurnStarted(1)) == [Publish(SlotState.BUSY)]
     assert machine.running == {1}
-    assert not machine.admits_turn
-    assert not machine.admits_exclusive
+    assert (machine.admits_turn, machine.admits_exclusive) == (False, False)
     assert machine.apply(TurnEnded(1)) == [Publish(SlotState.READY)]
-    assert machine.admits_exclusive
+    assert (machine.admits_turn, machine.admits_exclusive) == (True, True)
 
 
 def test_a_slot_admits_as_many_turns_as_it_was_told_to() -> None:
@@ -138,7 +141,7 @@ def test_a_switch_unloads_then_loads_under_one_new_generation() -> None:
         SendUnload,
         Publish,
     ]
-    assert machine.state is SlotState.SWITCHING
+    assert state_of(machine) is SlotState.SWITCHING
     with pytest.raises(InvalidTransition):
         machine.apply(LoadDone())
     assert machine.apply(Unloaded()) == [SendLoad(B)]
@@ -154,7 +157,7 @@ def test_a_failed_load_answers_those_who_wait_and_leaves_the_slot_usable() -> No
     ]
     assert machine.model is None
     machine.apply(LoadRequested(B))
-    assert machine.state is SlotState.LOADING
+    assert state_of(machine) is SlotState.LOADING
 
 
 def test_a_failed_load_in_a_switch_leaves_nothing_resident() -> None:
@@ -162,7 +165,7 @@ def test_a_failed_load_in_a_switch_leaves_nothing_resident() -> None:
     machine.apply(SwitchRequested(B))
     machine.apply(Unloaded())
     machine.apply(LoadFailed("no"))
-    assert machine.state is SlotState.FAILED
+    assert state_of(machine) is SlotState.FAILED
     assert machine.model is None
     assert machine.last_model == B
 
@@ -234,7 +237,7 @@ def test_distrusted_state_is_evicted_with_everything_in_the_slot() -> None:
     ]
     assert machine.apply(StateUntrusted("again")) == []
     machine.apply(Unloaded())
-    assert machine.state is SlotState.EMPTY
+    assert state_of(machine) is SlotState.EMPTY
 
 
 # --- quarantine ------------------------------------------------------------------------------
@@ -251,18 +254,18 @@ def test_a_model_that_kills_its_worker_three_times_is_quarantined() -> None:
     kill_while_loading(machine, A, 10.0)
     instructions = kill_while_loading(machine, A, 20.0)
     assert FailWaiters("MODEL_QUARANTINED", "SIGSEGV") in instructions
-    assert machine.state is SlotState.QUARANTINED
+    assert state_of(machine) is SlotState.QUARANTINED
     with pytest.raises(InvalidTransition, match="quarantined"):
         machine.apply(LoadRequested(A))
     machine.apply(LoadRequested(B))
-    assert machine.state is SlotState.LOADING
+    assert state_of(machine) is SlotState.LOADING
 
 
 def test_a_cleared_model_may_be_loaded_again() -> None:
     machine = SlotMachine(QuarantineLedger(deaths=1))
     kill_while_loading(machine, A, 0.0)
     assert machine.apply(UnloadRequested()) == []
-    assert machine.state is SlotState.QUARANTINED
+    assert state_of(machine) is SlotState.QUARANTINED
     assert machine.apply(QuarantineCleared(A.digest)) == [Publish(SlotState.EMPTY)]
     machine.apply(LoadRequested(A))
 
@@ -297,7 +300,7 @@ def test_the_old_model_is_blamed_for_a_death_while_a_switch_unloads_it() -> None
     machine.apply(SwitchRequested(B))
     machine.apply(WorkerDied("SIGSEGV", at_s=0.0))
     assert machine.ledger.quarantined == {A.digest}
-    assert machine.state is SlotState.FAILED
+    assert state_of(machine) is SlotState.FAILED
     machine.apply(LoadRequested(B))
 
 
@@ -350,7 +353,7 @@ def test_what_outlasts_the_grace_is_ended() -> None:
 def test_late_news_from_a_worker_is_nothing_after_the_end(late: Event) -> None:
     machine = machine_after(LoadRequested(A), Drain())
     assert machine.apply(late) == []
-    assert machine.state is SlotState.SHUTTING_DOWN
+    assert state_of(machine) is SlotState.SHUTTING_DOWN
 
 
 def test_losing_ownership_fences_first_and_leaves_the_generation_to_the_new_owner() -> None:

@@ -14,7 +14,9 @@ import numpy as np
 
 from modeld.shared.errors import InvalidRequest
 from modeld.workers.llama.native import llama
+from modeld.workers.splits import bpe_can_split, bpe_safe_split
 
+_BYTE_PAIRS = "gpt2"  # tokenizer.ggml.model of byte-pair vocabularies
 _MAX_TEXT_BYTES = 2**31 - 64
 # What the engine finds in text only when asked to parse special tokens. User-defined tokens are
 # found either way, so they are ordinary text.
@@ -36,7 +38,6 @@ class LlamaTokenizer:
     def __init__(self, vocab: Any, *, kind: str, pre: str) -> None:
         """``vocab`` is the engine's handle; ``kind`` and ``pre`` name the vocabulary's rules."""
         self._vocab = vocab
-        self.kind, self.pre = kind, pre
         self.vocab_size = llama.llama_vocab_n_tokens(vocab)
         bos = llama.llama_vocab_bos(vocab)
         self.bos = bos if 0 <= bos < self.vocab_size else None
@@ -44,6 +45,9 @@ class LlamaTokenizer:
         self._pieces: list[bytes | None] = [None] * self.vocab_size
         self._piece_buffer = ctypes.create_string_buffer(256)
         self._read_attributes()
+        self._splits = kind == _BYTE_PAIRS and bpe_can_split(
+            pre, self._user_defined.values(), user_defined_strips=self._user_defined_strips
+        )
 
     def _read_attributes(self) -> None:
         vocab, attributes = self._vocab, llama.llama_vocab_get_attr
@@ -59,6 +63,9 @@ class LlamaTokenizer:
         left, right = llama.LLAMA_TOKEN_ATTR_LSTRIP, llama.LLAMA_TOKEN_ATTR_RSTRIP
         self.strips_left = frozenset(token for token, a in controls if a & left)
         self.strips_right = frozenset(token for token, a in controls if a & right)
+        user_defined = [(token, a) for token, a in special if not a & _CONTROL]
+        self._user_defined = {token: self._text(token) for token, _ in user_defined}
+        self._user_defined_strips = any(a & (left | right) for _, a in user_defined)
         ends = {token for token, _ in special}
         ends |= {llama.llama_vocab_eos(vocab), llama.llama_vocab_eot(vocab)}
         self.end_of_generation = frozenset(
@@ -119,5 +126,5 @@ class LlamaTokenizer:
         return ctypes.string_at(buffer, max(size, 0))
 
     def safe_split(self, text: str, before: int) -> int | None:
-        """See the protocol; None: this tokenizer allows no proof."""
-        return None
+        """See the protocol; None where this tokenizer allows no proof."""
+        return bpe_safe_split(text, before) if self._splits else None

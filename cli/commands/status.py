@@ -1,0 +1,101 @@
+"""``modeld status``: the daemon, its slots and engines, its sessions."""
+
+from __future__ import annotations
+
+import click
+
+from modeld.cli.daemon_start import connect
+from modeld.cli.main import Settings, global_options, pass_settings
+from modeld.cli.output import count, emit_json, say, seconds, size, table
+from modeld.client import DaemonStatus, SessionInfo, SlotStatus, to_plain
+
+
+@click.command()
+@global_options
+@pass_settings
+def status(settings: Settings) -> None:
+    """Show what the daemon does: slots, engines, sessions, generation, memory.
+
+    Exit status 3 if none runs.
+    """
+    with connect(settings) as client:
+        daemon, sessions = client.status(), client.sessions()
+    if settings.json:
+        emit_json({"state": "RUNNING", **to_plain(daemon), "sessions": to_plain(sessions)})
+        return
+    _daemon(daemon)
+    for slot in daemon.slots:
+        _slot(slot)
+    if sessions:
+        _sessions(sessions)
+
+
+def _daemon(daemon: DaemonStatus) -> None:
+    state = "draining" if daemon.draining else "running"
+    say(
+        f"modeld {daemon.version}, {state} for {seconds(daemon.uptime_seconds)} "
+        f"(pid {daemon.pid}, generation {daemon.generation})",
+        "bold",
+    )
+    say(f"data root: {daemon.data_root}")
+    say(f"endpoints: {', '.join(daemon.endpoints)}")
+    say(
+        f"memory: {size(daemon.memory_available_bytes)} available of "
+        f"{size(daemon.memory_total_bytes)}; the daemon itself {size(daemon.supervisor_rss_bytes)}"
+    )
+    if daemon.quarantined_models:
+        say(f"quarantined: {', '.join(daemon.quarantined_models)}", "red")
+
+
+def _slot(slot: SlotStatus) -> None:
+    effective = slot.context.effective
+    rows = [
+        ("state", slot.state.value.removeprefix("SLOT_")),
+        ("model", slot.model or "–"),
+        ("generation", slot.generation),
+        ("sessions", slot.sessions),
+        ("queued", slot.queued),
+        ("window", f"{count(effective.tokens)} tokens" if effective.known else "–"),
+        ("engine", _worker(slot)),
+    ]
+    if slot.holder_operation:
+        rows.append(("held by", f"{slot.holder_operation}, {seconds(slot.holder_age_seconds)}"))
+    if slot.idle_release_in_seconds > 0:
+        rows.append(("released in", seconds(slot.idle_release_in_seconds)))
+    if slot.reclaimable_tokens:
+        rows.append(("reclaimable", f"{count(slot.reclaimable_tokens)} tokens"))
+    if slot.last_fatal:
+        rows.append(("last fatal", slot.last_fatal))
+    table(f"slot {slot.backend}", ("", ""), rows)
+
+
+def _worker(slot: SlotStatus) -> str:
+    worker = slot.worker
+    text = f"{worker.state or 'none'}"
+    if worker.pid:
+        text += f", pid {worker.pid}, {size(worker.rss_bytes)}"
+    if worker.restarts:
+        text += f", {worker.restarts} restarts"
+    if worker.last_death:
+        text += f", last death: {worker.last_death}"
+    return text
+
+
+def _sessions(sessions: list[SessionInfo]) -> None:
+    table(
+        "sessions",
+        ("session", "key", "model", "window", "resident", "seen", "idle", ""),
+        [
+            (
+                s.session.session_id,
+                s.session_key or "–",
+                s.model,
+                count(s.context.effective.tokens),
+                count(s.resident),
+                count(s.seen_tokens),
+                seconds(s.idle_seconds),
+                "attached" if s.attached else "detached",
+            )
+            for s in sessions
+        ],
+    )

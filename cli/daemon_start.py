@@ -1,0 +1,114 @@
+"""Connecting the command to a daemon, starting one in the background where none runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from modeld.cli.main import Settings
+from modeld.cli.output import note
+from modeld.cli.progress import Meanwhile
+from modeld.client import Client, ConnectionLost, DiscoveryError, NotInstalled
+from modeld.client.discovery import look
+from modeld.shared.lease_record import DiscoveryState
+
+START_TIMEOUT_S = 60.0
+POLL_S = 0.05
+LOG_LINES = 15
+
+
+class DaemonDidNotStart(DiscoveryError):
+    """The daemon that was started ended, or didn't come up in time."""
+
+    state = "NOT_STARTED"
+
+
+def serve_command(data_root: Path) -> list[str]:
+    return [sys.executable, "-m", "modeld", "serve", "--data-root", str(data_root)]
+
+
+def connect(settings: Settings) -> Client:
+    """The running daemon's client. Raises NotInstalled, NotRunning, Stale or ConnectionLost."""
+    return Client.connect(settings.data_root)
+
+
+def connect_or_start(settings: Settings, *, may_start: bool) -> tuple[Client, bool]:
+    """A client, and whether a daemon was started for it."""
+    try:
+        return connect(settings), False
+    except NotInstalled:
+        raise
+    except (DiscoveryError, ConnectionLost):
+        if not may_start:
+            raise
+    start(settings.root, quiet=settings.json)
+    return connect(settings), True
+
+
+def log_path(data_root: Path) -> Path:
+    return data_root / "logs" / "daemon.log"
+
+
+def start(data_root: Path, *, quiet: bool) -> None:
+    """Start a daemon of its own session, and wait until it can be found.
+
+    Raises DaemonDidNotStart with the last lines of its log.
+    """
+    log = log_path(data_root)
+    data_root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log.parent.mkdir(mode=0o700, exist_ok=True)
+    begin = log.stat().st_size if log.exists() else 0
+    with Meanwhile(quiet=quiet) as meanwhile:
+        meanwhile.show("starting the daemon")
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                serve_command(data_root),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=data_root,
+                start_new_session=True,  # Ctrl-C here is not for the daemon
+            )
+        _wait_until_found(data_root, process, log, begin)
+    if not quiet:
+        note(f"started a daemon on {data_root} (pid {process.pid}, log: {log})")
+
+
+def _wait_until_found(
+    data_root: Path, process: subprocess.Popen[bytes], log: Path, begin: int
+) -> None:
+    end = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < end:
+        found = look(data_root)
+        if found.state is DiscoveryState.RUNNING:
+            return
+        code = process.poll()
+        # Another one may have been quicker: then its lease is there and ours has given way.
+        if code is not None and found.record is None:
+            raise DaemonDidNotStart(
+                f"The daemon ended with status {code} while it started. The end of {log}:\n"
+                f"{_tail(log, begin)}"
+            )
+        if code is not None and found.state is DiscoveryState.STALE:
+            raise DaemonDidNotStart(
+                f"The daemon ended with status {code}. {found.detail} The end of {log}:\n"
+                f"{_tail(log, begin)}"
+            )
+        time.sleep(POLL_S)
+    raise DaemonDidNotStart(
+        f"The daemon (pid {process.pid}) is not ready after {START_TIMEOUT_S:g} s. It is left "
+        f"running; see `modeld status`. The end of {log}:\n{_tail(log, begin)}"
+    )
+
+
+def _tail(log: Path, begin: int) -> str:
+    """The last lines that were written after ``begin``."""
+    try:
+        with log.open("rb") as file:
+            file.seek(begin)
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"  (can't be read: {error.strerror})"
+    return "\n".join(f"  {line}" for line in lines[-LOG_LINES:]) or "  (empty)"

@@ -1,0 +1,101 @@
+"""What goes on meanwhile, on stderr: a spinner and a bar on a terminal, a line a stage elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from modeld.cli.output import seconds, stderr_console
+from modeld.client import Chunk, ImportProgress, LoadProgress, QueueStatus
+
+STAGES = {
+    "starting_worker": "starting the engine",
+    "verifying": "verifying the file",
+    "loading": "loading the model",
+    "opening": "opening a session",
+    "check": "checking the file",
+    "hash": "reading the file",
+    "copy": "copying the file",
+}
+
+
+class Meanwhile:
+    """Shows one activity at a time; a context manager. ``quiet`` shows nothing without a terminal."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._tty = sys.stderr.isatty()
+        self._quiet = quiet
+        self._said = ""
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def show(self, text: str, fraction: float | None = None) -> None:
+        """``fraction`` from 0 to 1; None: it isn't known how long this takes."""
+        if not self._tty:
+            if text != self._said and not self._quiet:
+                print(f"{text} ...", file=sys.stderr, flush=True)
+            self._said = text
+            return
+        if self._progress is None or self._task is None:
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                console=stderr_console(),
+                transient=True,
+            )
+            self._task = self._progress.add_task(text, total=None)
+            self._progress.start()
+        self._progress.update(
+            self._task,
+            description=text,
+            total=None if fraction is None else 1.0,
+            completed=0.0 if fraction is None else fraction,
+        )
+
+    def event(self, event: object) -> None:
+        """Show an event of a call; a chunk of an answer ends the show."""
+        if isinstance(event, QueueStatus):
+            behind = event.holder_operation or "another call"
+            self.show(
+                f"waiting, position {event.position}, behind {behind} "
+                f"({seconds(event.holder_age_seconds)})"
+            )
+        elif isinstance(event, LoadProgress):
+            self.show(STAGES.get(event.stage, event.stage), event.fraction)
+        elif isinstance(event, ImportProgress):
+            self.bytes(event.stage, event.done_bytes, event.total_bytes)
+        elif isinstance(event, Chunk):
+            self.stop()
+
+    def bytes(self, stage: str, done: int, total: int) -> None:
+        self.show(STAGES.get(stage, stage), done / total if total else None)
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress, self._task = None, None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.stop()
