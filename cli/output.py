@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from modeld.cli.exit_codes import exit_code_of
 from modeld.client import ClientError, DiscoveryError, to_plain
 from modeld.client.errors import CallError
-from modeld.cli.exit_codes import exit_code_of
 from modeld.shared.errors import ModeldError
 
 

@@ -1,4 +1,4 @@
-"""What goes on meanwhile, on stderr: a spinner and a bar on a terminal, a line a stage elsewhere."""
+"""What goes on meanwhile, on stderr: a bar on a terminal, a line a stage elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STAGES = {
 
 
 class Meanwhile:
-    """Shows one activity at a time; a context manager. ``quiet`` shows nothing without a terminal."""
+    """Shows one activity at a time; a context manager. ``quiet``: nothing but on a terminal."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._tty = sys.stderr.isatty()
@@ -69,11 +69,11 @@ class Meanwhile:
     def event(self, event: object) -> None:
         """Show an event of a call; a chunk of an answer ends the show."""
         if isinstance(event, QueueStatus):
-            behind = event.holder_operation or "another call"
-            self.show(
-                f"waiting, position {event.position}, behind {behind} "
-                f"({seconds(event.holder_age_seconds)})"
+            text = (
+                f"waiting, position {event.position}, behind a {event.holder_operation or 'call'}"
             )
+            age = f" ({seconds(event.holder_age_seconds)})" if self._tty else ""
+            self.show(text + age)
         elif isinstance(event, LoadProgress):
             self.show(STAGES.get(event.stage, event.stage), event.fraction)
         elif isinstance(event, ImportProgress):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import grpc
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2, status_pb2
 
 from modeld.shared.errors import (
     ERROR_DOMAIN,

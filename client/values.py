@@ -430,7 +430,7 @@ class SlotStatus:
     context: ContextNumbers
     last_fatal: str
     idle_release_in_seconds: float
-    reclaimable_tokens: int
+    reclaimable_bytes: int
     worker: WorkerStatus
     identity: Identity
 

@@ -545,10 +545,8 @@ class ModelSlot:
     ) -> Resolution:
         use = self._use
         if replacing:
-            freed = self._use.resident_bytes
-            if self.resident is not None:
-                freed += self.resident.load.weights_bytes
-            use = SlotUse(reclaimable_bytes=freed)
+            # Mapped weights count as available already; only the contexts come back.
+            use = SlotUse(reclaimable_bytes=self._use.resident_bytes)
         return resolve(facts, request, self.config.capacity_policy(), self._memory(), use)
 
     def hypothetical(self, model: StoredModel, request: CapacityRequest) -> Resolution:

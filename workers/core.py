@@ -178,7 +178,7 @@ class SessionCore:
 
     def _close(self, op: CloseOp, context: OpContext) -> CloseResult:
         pool = self._loaded()
-        entry = self._session(op.session_id).context
+        entry = self._any_session(op.session_id).context
         del self._sessions[op.session_id]
         retained = 0
         if entry is not None and op.discard:
@@ -194,6 +194,16 @@ class SessionCore:
         )
 
     def _session(self, session_id: str) -> Session:
+        """An open session that can still be used; raises SessionNotFound or SessionFatal."""
+        session = self._any_session(session_id)
+        if session.context is None:
+            raise SessionFatal(
+                "This session's context was destroyed after an engine error. Open a new session.",
+                metadata={"cause": session.fatal_cause, "session_id": session_id},
+            )
+        return session
+
+    def _any_session(self, session_id: str) -> Session:
         self._loaded()
         session = self._sessions.get(session_id)
         if session is None:
@@ -344,12 +354,12 @@ class SessionCore:
             )
         text = template.render(op.messages, op.tools, op.add_generation_prompt)
         messages = [SegmentIn(message=message) for message in op.messages]
+        suffix: PromptIn | None = None
+        prefix = PromptIn(segments=messages, tools=op.tools)
         if op.add_generation_prompt:
             # All in the suffix: there is no boundary at which the two could merge.
-            prompt = PromptIn(segments=[], tools=op.tools), PromptIn(segments=messages)
-        else:
-            prompt = PromptIn(segments=messages, tools=op.tools), None
-        ids = self._assembler("chat").assemble(*prompt, {}).tokens
+            prefix, suffix = PromptIn(segments=[], tools=op.tools), PromptIn(segments=messages)
+        ids = self._assembler("chat").assemble(prefix, suffix, {}).tokens
         return RenderResult(text=text, template_digest=template.digest, ids=ids)
 
 

@@ -11,14 +11,271 @@ A prompt that fills the window still yields one token, whose sampling needs no c
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from modeld.shared.errors import InvalidRequest
-from modeld.shared.messages import ChunkOut, DecodeIn, FinalOut, SampledTokenOut
+from modeld.shared.messages import (
+    ChunkOut,
+    DecodeIn,
+    FinalOut,
+    SampledTokenOut,
+    SamplingIn,
+    TokenLogprobOut,
+)
 from modeld.workers import faults, sampling
 from modeld.workers.engine import Tokenizer
 from modeld.workers.executor import OpContext
 from modeld.workers.prefill import ensure_logits
 from modeld.workers.prompt import GeneratedTurn
 from modeld.workers.session import Session
-from modeld.workers.stream import Coalescer, TextStream, visible_tokens
+from modeld.workers.stream import Coalescer, TextStream, validate_stop
+
+if TYPE_CHECKING:
+    from modeld.workers.engine import Logits
+
+MAX_TOP_LOGPROBS = 20
+
+
+def check_options(turn_id: str, options: DecodeIn, tokenizer: Tokenizer) -> None:
+    """Raises InvalidRequest for anything a decode would stumble over, before it begins."""
+    if not turn_id:
+        raise InvalidRequest.of("turn_id", turn_id, "a name for the answer")
+    if options.max_tokens < 0:
+        raise InvalidRequest.of("max_tokens", options.max_tokens, "0 (until the window is full)")
+    if not 0 <= options.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest.of("top_logprobs", options.top_logprobs, f"0 to {MAX_TOP_LOGPROBS}")
+    sampling.validate(options.sampling, tokenizer.vocab_size)
+    validate_stop(options.stop)
+    Coalescer(options.stream_interval_ms)
+
+
+def decode(
+    session: Session,
+    tokenizer: Tokenizer,
+    turn_id: str,
+    options: DecodeIn,
+    context: OpContext,
+    *,
+    spent_s: float = 0.0,
+) -> FinalOut:
+    """Generate after the prompt, or after the answer so far, and keep the answer as a turn.
+
+    What isn't resident of the prompt (after a cancel) is evaluated first. ``spent_s`` is what the
+    operation spent before, for its time to the first token. A second decode without a new prompt
+    continues the answer: its turn is then the whole of it.
+    """
+    return _Decode(session, tokenizer, options, context, spent_s).run(turn_id)
+
+
+def nothing_decoded(session: Session, options: DecodeIn) -> FinalOut:
+    """The final record of a turn that was cancelled before its first token."""
+    return _final(session, options, "cancelled")
+
+
+def _final(
+    session: Session,
+    options: DecodeIn,
+    stop_reason: str,
+    *,
+    stop_sequence: str = "",
+    tokens: int = 0,
+    prefilled: int = 0,
+    engine_s: float = 0.0,
+    first_token_s: float = 0.0,
+) -> FinalOut:
+    return FinalOut(
+        stop_reason=stop_reason,
+        stop_sequence=stop_sequence,
+        tokens=tokens,
+        prefilled=prefilled,
+        engine_seconds=engine_s,
+        first_token_seconds=first_token_s,
+        resident=session.logical,
+        available=session.available,
+        seen_tokens=session.seen_tokens,
+        seed=options.sampling.seed,
+    )
+
+
+class _Chunks:
+    """What was sampled and not yet sent; sends it when it is due and there is credit."""
+
+    def __init__(self, options: DecodeIn, context: OpContext) -> None:
+        self._context = context
+        self._coalescer = Coalescer(options.stream_interval_ms)
+        self._with_ids = options.token_ids
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[SampledTokenOut] = []
+        self.waited_s = 0.0  # for credit
+
+    def take(self, token: int, text: str, logprob: SampledTokenOut | None, now_s: float) -> bool:
+        """Add a token; False when cancelled while waiting for credit."""
+        if text:
+            self._texts.append(text)
+        if self._with_ids:
+            self._ids.append(token)
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        return not self._coalescer.take(now_s) or self.send(now_s)
+
+    def finish(self, text: str, now_s: float) -> bool:
+        """Send what is left, if anything is."""
+        if text:
+            self._texts.append(text)
+        if not self._coalescer.waiting_tokens and not self._texts:
+            return True
+        return self.send(now_s)
+
+    def send(self, now_s: float) -> bool:
+        if not self._context.wait_credit():
+            return False
+        ready_s = time.perf_counter()
+        self.waited_s += ready_s - now_s
+        chunk = ChunkOut(
+            text="".join(self._texts),
+            tokens=self._coalescer.waiting_tokens,
+            token_ids=self._ids,
+            logprobs=self._logprobs,
+        )
+        self._context.emit(chunk)
+        self._coalescer.flushed(ready_s)
+        self._texts, self._ids, self._logprobs = [], [], []
+        return True
+
+
+class _Decode:
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: Tokenizer,
+        options: DecodeIn,
+        context: OpContext,
+        spent_s: float,
+    ) -> None:
+        self._session = session
+        self._tokenizer = tokenizer
+        self._options = options
+        self._context = context
+        self._spent_s = spent_s
+        self._stream = TextStream(options.stop)
+        self._chunks = _Chunks(options, context)
+        self._before = len(session.answer_ids)  # tokens of the answer that this one continues
+        self._sampled = 0
+        self._first_token_s = 0.0
+
+    def run(self, turn_id: str) -> FinalOut:
+        session, options = self._session, self._options
+        began_s = time.perf_counter()
+        prefilled = 0
+        if session.logical + len(session.missing()) > session.window:
+            stop = "context_full"  # an earlier answer's last token has no cell
+        else:
+            prefilled, ready = ensure_logits(session, self._context)
+            stop = self._loop(began_s) if ready else "cancelled"
+        stop = self._end(stop)
+        self._keep(turn_id)
+        if stop == "cancelled":
+            session.counters["cancelled_ops"] += 1
+        return _final(
+            session,
+            options,
+            stop,
+            stop_sequence=self._stream.matched or "",
+            tokens=self._sampled,
+            prefilled=prefilled,
+            engine_s=time.perf_counter() - began_s - self._chunks.waited_s,
+            first_token_s=self._first_token_s,
+        )
+
+    def _loop(self, began_s: float) -> str:
+        """Sample until there is a reason to stop. The session is exact after every token."""
+        session, context, options = self._session, self._context, self._options
+        entry, stream, chunks = session.entry, self._stream, self._chunks
+        answer, window, limit = session.answer_ids, session.window, options.max_tokens
+        cancelled, beat, piece_of = context.cancelled, context.beat, self._tokenizer.piece
+        ends = frozenset[int]() if options.ignore_eos else self._tokenizer.end_of_generation
+        sampler = self._sampler(options.sampling)
+        logprob: SampledTokenOut | None = None
+        while not cancelled():
+            faults.point("decode")
+            logits = entry.logits()
+            token = sampler.sample(logits)
+            sampler.accept(token)
+            now_s = time.perf_counter()
+            if not self._sampled:
+                self._first_token_s = self._spent_s + now_s - began_s
+            self._sampled += 1
+            session.seen_tokens += 1
+            beat()
+            if options.top_logprobs:
+                logprob = self._logprob(logits, token)
+            if token in ends:
+                return "eos" if chunks.take(token, "", logprob, now_s) else "cancelled"
+            answer.append(token)
+            if not chunks.take(token, stream.feed(piece_of(token)), logprob, now_s):
+                return "cancelled"
+            if stream.matched is not None:
+                return "stop_sequence"
+            if self._sampled == limit:
+                return "length"
+            if session.logical == window:
+                return "context_full"
+            if not entry.append(token, cancelled):
+                return "cancelled"
+            session.logical += 1
+            session.counters["evaluated_tokens"] += 1
+        return "cancelled"
+
+    def _sampler(self, options: SamplingIn) -> sampling.Sampler:
+        sampler = sampling.Sampler(options, self._tokenizer.vocab_size)
+        before = self._session.entry.tokens
+        if options.repeat_last_n >= 0:
+            before = before[max(0, len(before) - options.repeat_last_n) :]
+        sampler.prime(before.tolist())
+        return sampler
+
+    def _logprob(self, logits: Logits, token: int) -> SampledTokenOut:
+        piece = self._tokenizer.piece
+        own, best = sampling.top_logprobs(logits, self._options.top_logprobs, token)
+        return SampledTokenOut(
+            sampled=TokenLogprobOut(token_id=token, raw=piece(token), logprob=own),
+            top=[TokenLogprobOut(token_id=i, raw=piece(i), logprob=value) for i, value in best],
+        )
+
+    def _end(self, stop: str) -> str:
+        """Release what was held back, and send it unless the reader is gone."""
+        text = self._stream.finish()
+        if self._stream.matched is not None and stop != "cancelled":
+            stop = "stop_sequence"
+        if stop != "cancelled" and not self._chunks.finish(text, time.perf_counter()):
+            return "cancelled"
+        return stop
+
+    def _keep(self, turn_id: str) -> None:
+        """The answer is what was released: tokens beyond it go, from the context too."""
+        session, stream = self._session, self._stream
+        session.counters["generated_tokens"] += self._sampled
+        kept = self._before + stream.visible_tokens
+        shown = session.answer_ids[self._before : kept]
+        session.logical = min(session.logical, session.prompt + kept)
+        session.answer_text += stream.text
+        session.answer_spelled = session.answer_spelled and stream.spelled
+        del session.answer_ids[kept:]
+        assembled = session.assembled
+        assert assembled is not None  # there is no decode without a prompt
+        session.keep_turn(
+            GeneratedTurn(
+                turn_id=turn_id,
+                tail_text=assembled.tail_text,
+                tail_ids=tuple(assembled.tail_ids),
+                answer_text=session.answer_text,
+                answer_ids=tuple(session.answer_ids),
+                spelled=session.answer_spelled,
+            )
+        )
+        if not stream.spelled:
+            # A stop sequence cut within a token: a decode that continues this answer must stand
+            # on the text that was shown.
+            inside = b"".join(map(self._tokenizer.piece, shown)).decode(errors="replace")
+            session.answer_ids += self._tokenizer.encode(stream.text[len(inside) :])

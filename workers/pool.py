@@ -8,12 +8,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from modeld.shared.errors import InsufficientMemory, SessionFatal
-from modeld.workers.engine import Cancelled, Engine, EngineContext, Logits
+from modeld.workers.engine import Cancelled, Engine, EngineContext
+
+if TYPE_CHECKING:
+    from modeld.workers.engine import Logits
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +108,17 @@ class PooledContext:
         # The engine computes logits for a call's last token only.
         self._logits_current = done == asked > 0
         return done
+
+    def append(self, token: int, cancelled: Cancelled) -> bool:
+        """Evaluate one token; False if it was not, being cancelled. The decode loop's step."""
+        length = self._length
+        self._logits_current = False
+        if self.engine_context.evaluate((token,), length, cancelled=cancelled) != 1:
+            return False
+        self._buffer[length] = token
+        self._length = length + 1
+        self._logits_current = True
+        return True
 
     def copy_from(self, source: PooledContext, count: int) -> bool:
         """Become the first ``count`` tokens of ``source``; False (and empty) if it can't be."""

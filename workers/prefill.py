@@ -16,6 +16,7 @@ import numpy as np
 from modeld.shared.errors import ContextOverflow
 from modeld.shared.messages import Status
 from modeld.workers import faults
+from modeld.workers.engine import Cancelled
 from modeld.workers.executor import OpContext
 from modeld.workers.pool import ContextPool, PooledContext, Tokens, common_prefix
 from modeld.workers.prompt import Assembled
@@ -113,15 +114,10 @@ class Prefill:
     def advance(self, end: int, context: OpContext) -> bool:
         """Bring the first ``end`` tokens of the prompt into the context; False when cancelled."""
         session, entry = self._session, self._session.entry
-
-        def cancelled() -> bool:
-            context.beat()
-            return context.cancelled()
-
         if self._position < end:
             faults.point("prefill")
             entry.trim(self._position)
-            done = entry.extend(self._assembled.tokens[self._position : end], cancelled)
+            done = entry.extend(self._assembled.tokens[self._position : end], _polled(context))
             self._position += done
             self._evaluated += done
             session.seen_tokens += done
@@ -233,23 +229,33 @@ def token_hash(tokens: Tokens) -> str:
     return hashlib.sha256(tokens.astype("<i4", copy=False).tobytes()).hexdigest()
 
 
-def ensure_logits(session: Session, context: OpContext) -> int | None:
+def _polled(context: OpContext) -> Cancelled:
+    """Asking whether to go on is what an engine does as it works: it counts as life."""
+
+    def cancelled() -> bool:
+        context.beat()
+        return context.cancelled()
+
+    return cancelled
+
+
+def ensure_logits(session: Session, context: OpContext) -> tuple[int, bool]:
     """Make the logits after the prompt and the answer so far current.
 
     Evaluates what isn't resident of them (the last sampled token, or what a cancel left out), or
-    the last token again. Returns how many tokens that took, or None when cancelled on the way.
-    All are evaluated where the model's memory can't give up its last token.
+    the last token again. Returns how many tokens were evaluated, and False when cancelled on the
+    way. All are evaluated where the model's memory can't give up its last token.
     """
     entry, logical, missing = session.entry, session.logical, session.missing()
     if not missing and entry.logits_at(logical):
-        return 0
-    keep = logical if missing else logical - 1
+        return 0, True
+    keep = logical if missing else max(0, logical - 2)
     if not entry.can_keep(keep):
         keep = 0
     tokens = [*entry.tokens[keep:logical].tolist(), *missing]
     entry.trim(keep)
-    done = entry.extend(tokens, context.cancelled)
+    done = entry.extend(tokens, _polled(context))
     session.logical = keep + done
     session.seen_tokens += done
     session.counters["evaluated_tokens"] += done
-    return done if done == len(tokens) else None
+    return done, done == len(tokens)

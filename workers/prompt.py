@@ -6,16 +6,15 @@ tokenized as plain text, or the sampled ids where the model itself wrote it. Kno
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from modeld.shared.errors import InvalidRequest, ManifestMismatch
 from modeld.shared.messages import Message, PromptIn, SegmentIn, SegmentOut
 from modeld.workers.engine import Tokenizer
+from modeld.workers.locate import located, stretched
 from modeld.workers.rendering import ChatRenderer, Span
 from modeld.workers.runs import Ids, Offsets, Run, Runs
 from modeld.workers.splits import Controls, Part
@@ -284,7 +283,7 @@ class PromptAssembler:
             text_bytes=len(whole.text.encode()),
             additive=additive,
             turns_recomputed=recomputed,
-            segments=_located(ranges, whole.text, built),
+            segments=located(ranges, whole.text, built.ids, built.ends),
             tail_text=built.tail.text if built.tail else "",
             tail_ids=list(built.tail.tokens) if built.tail else [],
         )
@@ -310,7 +309,7 @@ class PromptAssembler:
             return []
         messages = [_message(segment, turns) for segment in segments]
         spans = self._renderer.spans(messages, prefix.tools, suffix is not None, whole.text)
-        return _stretched(spans, len(prefix.segments), boundary, len(whole.text))
+        return stretched(spans, len(prefix.segments), boundary, len(whole.text))
 
 
 def check_boundary(
@@ -387,79 +386,3 @@ def _common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
         if left != right:
             return index
     return min(len(one), len(other))
-
-
-def _stretched(
-    spans: Sequence[Span | None], prefix_segments: int, boundary: int | None, size: int
-) -> list[Span | None]:
-    """Contents' spans widened to tile the text: what introduces a message belongs to it."""
-    ranges: list[Span | None] = []
-    cursor = 0
-    last_of_prefix = max(
-        (i for i in range(min(prefix_segments, len(spans))) if spans[i]), default=-1
-    )
-    last = max((i for i, span in enumerate(spans) if span), default=-1)
-    for index, span in enumerate(spans):
-        if span is None or span[1] < cursor:
-            ranges.append(None)
-            continue
-        end = span[1]
-        if index == last:
-            end = size if boundary is None or last >= prefix_segments else boundary
-        elif index == last_of_prefix and boundary is not None:
-            end = boundary
-        ranges.append((cursor, end))
-        cursor = end
-    return ranges
-
-
-def _located(ranges: Sequence[Span | None], text: str, built: _Built) -> list[SegmentOut]:
-    """Byte and token ranges, and the hash of each segment's tokens."""
-    ends = np.concatenate(built.ends) if built.ends else np.zeros(0, dtype=np.int64)
-    ids = np.concatenate(built.ids) if built.ids else np.zeros(0, dtype=np.int32)
-    starts = np.concatenate((np.zeros(1, dtype=np.int64), ends[:-1])) if len(ends) else ends
-    ids = ids.astype("<i4", copy=False)
-    to_bytes = _byte_offsets(text, ranges)
-    located = []
-    for span in ranges:
-        if span is None:
-            located.append(_segment(0, 0, 0, 0, "", False))
-            continue
-        begin, end = to_bytes[span[0]], to_bytes[span[1]]
-        first = int(np.searchsorted(ends, begin, side="right"))
-        last = max(first, int(np.searchsorted(starts, end, side="left")))
-        if begin == end:
-            last = first
-        located.append(_segment(begin, end, first, last, _hash(ids[first:last]), True))
-    return located
-
-
-def _segment(
-    byte_begin: int, byte_end: int, token_begin: int, token_end: int, hash_: str, located: bool
-) -> SegmentOut:
-    return SegmentOut(
-        byte_begin=byte_begin,
-        byte_end=byte_end,
-        token_begin=token_begin,
-        token_end=token_end,
-        token_hash=hash_,
-        located=located,
-    )
-
-
-def _hash(ids: NDArray[np.int32]) -> str:
-    return hashlib.sha256(ids.tobytes()).hexdigest()
-
-
-def _byte_offsets(text: str, ranges: Sequence[Span | None]) -> dict[int, int]:
-    """Character offset → offset in UTF-8 bytes, for the ranges' ends."""
-    places = sorted({place for span in ranges if span is not None for place in span})
-    if text.isascii():
-        return {place: place for place in places}
-    offsets: dict[int, int] = {}
-    done = size = 0
-    for place in places:
-        size += len(text[done:place].encode())
-        done = place
-        offsets[place] = size
-    return offsets

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
-from modeld.shared.errors import SessionFatal
 from modeld.shared.messages import BlockOut, PromptIn, SegmentOut
 from modeld.workers.pool import PooledContext, Tokens
 from modeld.workers.prompt import Assembled, GeneratedTurn, PromptAssembler
@@ -45,6 +44,7 @@ class Session:
     assembled: Assembled | None = None
     answer_ids: list[int] = field(default_factory=list)  # since the prompt, over all decodes
     answer_text: str = ""
+    answer_spelled: bool = True  # whether the ids make up the text
     turns: OrderedDict[str, GeneratedTurn] = field(default_factory=OrderedDict)
     seen_tokens: int = 0
     counters: Counter[str] = field(default_factory=Counter)
@@ -52,12 +52,8 @@ class Session:
 
     @property
     def entry(self) -> PooledContext:
-        """The context; raises SessionFatal if it was lost."""
-        if self.context is None:
-            raise SessionFatal(
-                "This session's context was destroyed after an engine error. Open a new session.",
-                metadata={"cause": self.fatal_cause or "engine_error"},
-            )
+        """The context; the core lets no operation of a fatal session come this far."""
+        assert self.context is not None
         return self.context
 
     def assemble(self, prefix: PromptIn, suffix: PromptIn | None) -> Assembled:
@@ -99,6 +95,7 @@ class Session:
         self.prompt = len(assembled.tokens)
         self.answer_ids = []
         self.answer_text = ""
+        self.answer_spelled = True
 
     def keep_turn(self, turn: GeneratedTurn) -> None:
         self.turns.pop(turn.turn_id, None)

@@ -28,7 +28,7 @@ MEANING = {
 }
 
 
-@click.command()
+@click.command(short_help="Show what a model can do here, and why.")
 @click.argument("model")
 @click.option("--window", type=click.IntRange(min=0), default=0, help="Ask for this many tokens.")
 @click.option("--k-type", default="", help="KV cache type of the keys, e.g. f16 or q8_0.")

@@ -18,7 +18,7 @@ POLL_S = 0.1
 BEYOND_GRACE_S = 30.0
 
 
-@click.command()
+@click.command(short_help="Stop the daemon gently.")
 @click.option(
     "--grace",
     "grace_s",

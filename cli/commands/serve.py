@@ -32,11 +32,11 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@click.command()
+@click.command(short_help="Run the daemon in the foreground.")
 @_options
 @global_options
 @pass_settings
-def serve(settings: Settings, **flags: str | None) -> None:
+def serve(settings: Settings, /, **flags: str | None) -> None:
     """Serve the models of a data root, until Ctrl-C, SIGTERM or `modeld drain`.
 
     One daemon owns a data root at a time. It listens on a unix socket there (mode 0600) unless

@@ -10,7 +10,7 @@ from modeld.cli.output import count, emit_json, say, seconds, size, table
 from modeld.client import DaemonStatus, SessionInfo, SlotStatus, to_plain
 
 
-@click.command()
+@click.command(short_help="Show slots, engines, sessions, memory.")
 @global_options
 @pass_settings
 def status(settings: Settings) -> None:
@@ -62,8 +62,8 @@ def _slot(slot: SlotStatus) -> None:
         rows.append(("held by", f"{slot.holder_operation}, {seconds(slot.holder_age_seconds)}"))
     if slot.idle_release_in_seconds > 0:
         rows.append(("released in", seconds(slot.idle_release_in_seconds)))
-    if slot.reclaimable_tokens:
-        rows.append(("reclaimable", f"{count(slot.reclaimable_tokens)} tokens"))
+    if slot.reclaimable_bytes:
+        rows.append(("reclaimable", size(slot.reclaimable_bytes)))
     if slot.last_fatal:
         rows.append(("last fatal", slot.last_fatal))
     table(f"slot {slot.backend}", ("", ""), rows)

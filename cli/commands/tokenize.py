@@ -11,7 +11,7 @@ from modeld.cli.main import Settings, global_options, pass_settings
 from modeld.cli.output import emit_json, note, say
 
 
-@click.command()
+@click.command(short_help="Show how a model cuts a text into tokens.")
 @click.argument("model")
 @click.argument("text")
 @click.option("--parse-special", is_flag=True, help="Recognise control tokens in the text.")

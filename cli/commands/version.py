@@ -16,7 +16,7 @@ from modeld.client import ClientError
 PROTOCOL = "modeld.v1"
 
 
-@click.command()
+@click.command(short_help="Tell versions.")
 @global_options
 @pass_settings
 def version(settings: Settings) -> None:

@@ -17,15 +17,14 @@ from modeld.shared.errors import ModeldError, SessionFatal
 from modeld.shared.messages import DetokenizeOp, DetokenizeResult, EnsureOp, LoadOp
 from modeld.supervisor.fleet import HeartbeatLimits
 from modeld.supervisor.lifecycle import WorkerState
-from tests.support.keeping import Kept, decode, kept, prompt
+from tests.support.keeping import Kept, decode, kept, prompt, until
 
 CRASHES = [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT]
 IMPATIENT = HeartbeatLimits(silence_s=1.0, stall_s=0.0)
 
 
 async def death_of(k: Kept, seen: int = 0) -> None:
-    while len(k.deaths) == seen:
-        await asyncio.sleep(0.002)
+    await until(lambda: len(k.deaths) > seen)
 
 
 async def serves_again(k: Kept, lost_pid: int) -> None:
@@ -73,9 +72,12 @@ async def test_a_native_crash_in_a_call_ends_that_call_with_its_signal(
 
 async def test_the_death_is_announced_before_any_call_learns_of_it(tmp_path: Path) -> None:
     order: list[str] = []
-    async with kept(tmp_path, env={"MODELD_FAULTS": "load:kill=SIGSEGV"}) as k:
+    async with kept(
+        tmp_path,
+        env={"MODELD_FAULTS": "load:kill=SIGSEGV"},
+        on_death=lambda death: order.append("announced"),
+    ) as k:
         await k.keeper.ready(None)
-        k.keeper._on_death = lambda death: order.append("announced")
 
         async def call() -> None:
             try:
@@ -171,20 +173,18 @@ async def test_a_worker_that_leaves_on_its_own_is_replaced(tmp_path: Path) -> No
 
 
 async def test_no_call_after_a_death_reaches_the_lost_worker(tmp_path: Path) -> None:
-    async with kept(tmp_path) as k:
+    refused: list[str] = []
+
+    def try_to_call(death: object) -> None:
+        try:
+            k.keeper.call(1, DetokenizeOp(ids=[1]))
+        except ModeldError as error:
+            refused.append(error.reason)
+
+    async with kept(tmp_path, on_death=try_to_call) as k:
         await k.keeper.ready(None)
-        refused: list[str] = []
-
-        def try_to_call(death: object) -> None:
-            try:
-                k.keeper.call(1, DetokenizeOp(ids=[1]))
-            except ModeldError as error:
-                refused.append(error.reason)
-
-        k.keeper._on_death = try_to_call
         os.kill(k.keeper.pid or 0, signal.SIGKILL)
-        while not refused:
-            await asyncio.sleep(0.002)
+        await until(lambda: refused)
         assert refused == ["WORKER_UNAVAILABLE"]
 
 

@@ -17,6 +17,7 @@ from modeld.shared.messages import (
     DetokenizeOp,
     EnsureOp,
     FinalOut,
+    Heartbeat,
     LoadOp,
     Progress,
     Status,
@@ -29,7 +30,7 @@ from modeld.supervisor.lifecycle import WorkerState
 from modeld.supervisor.link import Operation
 from modeld.supervisor.process import WorkerLog, started_at, sweep_leftovers
 from modeld.supervisor.restart import RestartPolicy
-from tests.support.keeping import decode, kept, prompt, turn
+from tests.support.keeping import Kept, decode, kept, prompt, turn, until
 
 
 async def chunks(operation: Operation, grant: int = 0) -> list[ChunkOut]:
@@ -39,6 +40,12 @@ async def chunks(operation: Operation, grant: int = 0) -> list[ChunkOut]:
             out.append(payload)
             operation.grant(grant)
     return out
+
+
+async def kill(k: Kept) -> None:
+    seen = len(k.deaths)
+    os.kill(k.keeper.pid or 0, signal.SIGKILL)
+    await until(lambda: len(k.deaths) > seen)
 
 
 async def test_a_worker_says_who_it_is_and_serves(tmp_path: Path) -> None:
@@ -155,12 +162,11 @@ async def test_heartbeats_show_progress_and_the_running_operation(tmp_path: Path
         await k.keeper.ready(None)
         await k.open()
         operation = k.keeper.call(1, decode(max_tokens=5000, ignore_eos=True), credit=10_000)
-        while k.keeper.heartbeat is None or k.keeper.heartbeat.busy_op != operation.op_id:
-            await asyncio.sleep(0.01)
+        beat = lambda: k.keeper.heartbeat or Heartbeat(progress=0, busy_op=0)  # noqa: E731
+        await until(lambda: beat().busy_op == operation.op_id)
         seen = k.keeper.progress
-        while k.keeper.progress <= seen:
-            await asyncio.sleep(0.01)
-        assert k.keeper.heartbeat.rss_bytes > 1_000_000
+        await until(lambda: k.keeper.progress > seen)
+        assert beat().rss_bytes > 1_000_000
         operation.cancel()
         await operation.result()
 
@@ -242,10 +248,7 @@ async def test_a_crash_loop_is_given_up_and_clearing_it_tries_again(tmp_path: Pa
     async with kept(tmp_path, policy=policy) as k:
         for _ in range(3):
             await k.keeper.ready(None)
-            seen = len(k.deaths)
-            os.kill(k.keeper.pid or 0, signal.SIGKILL)
-            while len(k.deaths) == seen:
-                await asyncio.sleep(0.005)
+            await kill(k)
         assert k.keeper.state is WorkerState.FAILED
         with pytest.raises(WorkerUnavailable, match="3 times"):
             await k.keeper.ready(None)
@@ -258,10 +261,7 @@ async def test_waiting_for_a_worker_in_back_off_says_when_it_will_be_back(tmp_pa
     async with kept(tmp_path, policy=policy) as k:
         for _ in range(2):
             await k.keeper.ready(None)
-            seen = len(k.deaths)
-            os.kill(k.keeper.pid or 0, signal.SIGKILL)
-            while len(k.deaths) == seen:
-                await asyncio.sleep(0.005)
+            await kill(k)
         with pytest.raises(WorkerUnavailable) as caught:
             await k.keeper.ready(time.monotonic() + 5.0)
         assert caught.value.metadata["state"] == "backoff"
@@ -281,8 +281,7 @@ async def test_a_worker_that_never_says_hello_is_taken_down(tmp_path: Path) -> N
     ) as k:
         with pytest.raises(WorkerUnavailable):
             await k.keeper.ready(None)
-        while k.keeper.state is not WorkerState.FAILED:
-            await asyncio.sleep(0.01)
+        await until(lambda: k.keeper.state is WorkerState.FAILED)
         assert [death.cause for death in k.deaths] == ["heartbeat"]
 
 

@@ -218,7 +218,8 @@ def test_a_sliding_window_goes_back_only_while_its_cells_are_held(
     context.trim(keep)
     fresh.evaluate(tokens[:keep], 0, cancelled=never)
     tail = tokens[100:150]
-    assert np.allclose(after(context, tail, keep), after(fresh, tail, keep), atol=1e-4)
+    # By rounding only: cells lie elsewhere. Without the cells that were lost it would be units.
+    assert np.allclose(after(context, tail, keep), after(fresh, tail, keep), atol=5e-3)
     context.trim(0)
     assert context.evaluate(tokens[:10], 0, cancelled=never) == 10
 
@@ -234,7 +235,8 @@ def test_a_sliding_window_refuses_to_go_back_too_far(tiny: Callable[..., LlamaEn
 def test_a_windowed_context_costs_what_the_engine_allocates(
     tiny: Callable[..., LlamaEngine],
 ) -> None:
-    context = tiny("gemma3", n_ubatch=32).new_context(1024, "f16", "f16")
+    engine = tiny("gemma3", n_ubatch=32)
+    context = engine.new_context(1024, "f16", "f16")
     cell = 1 * (32 + 32) * 2  # kv heads, lengths, bytes an element
     assert context.kv_bytes == cell * (1 * 1024 + 5 * 512)
 
@@ -303,6 +305,16 @@ def test_tokens_and_lengths_are_checked_before_the_engine_sees_them(
     assert not context.can_trim(257)
 
 
+@pytest.mark.parametrize(("n_batch", "n_ubatch"), [(2, 2), (5, 3), (16384, 16384)])
+def test_batches_of_any_allowed_size_are_never_longer_than_the_engine_takes(
+    engine: LlamaEngine, tmp_path: Path, n_batch: int, n_ubatch: int
+) -> None:
+    load(engine, tiny_models.llama(tmp_path / "m.gguf"), n_batch=n_batch, n_ubatch=n_ubatch)
+    context = engine.new_context(1, "f16", "f16")
+    assert context.window == 256
+    assert context.evaluate([5] * 100, 0, cancelled=never) == 100
+
+
 def test_a_wrong_position_makes_the_context_untrusted(tiny: Callable[..., LlamaEngine]) -> None:
     context = tiny("llama").new_context(256, "f16", "f16")
     with pytest.raises(SessionFatal) as refused:
@@ -312,11 +324,14 @@ def test_a_wrong_position_makes_the_context_untrusted(tiny: Callable[..., LlamaE
         context.evaluate([5], 0, cancelled=never)
 
 
-def test_broken_weights_are_an_error_not_an_answer(
-    tiny: Callable[..., LlamaEngine],
+@pytest.mark.parametrize(
+    ("norm", "said"), [(float("nan"), "It said: .*output_norm"), (3e38, "not finite")]
+)
+def test_a_model_that_does_not_compute_is_refused_when_loaded(
+    tiny: Callable[..., LlamaEngine], norm: float, said: str
 ) -> None:
-    with pytest.raises(SessionFatal, match="not finite"):
-        tiny("llama", broken_weights=True)
+    with pytest.raises(ModelLoadFailed, match=said):
+        tiny("llama", norm=norm)
 
 
 def test_an_unknown_architecture_carries_the_engines_words(

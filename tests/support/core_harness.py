@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class FakeOp:
-    """An ``OpContext``: cancelled from the ``cancel_at``-th poll on, credit for ``credit`` chunks."""
+    """An ``OpContext``: cancelled after ``cancel_at`` polls, with credit for ``credit`` chunks."""
 
     def __init__(self, *, cancel_at: int | None = None, credit: int | None = None) -> None:
         self.op_id = 1
@@ -143,9 +143,7 @@ class Harness:
         assert isinstance(result, OpenResult)
         return result
 
-    def ensure(
-        self, prefix: PromptIn, session_id: str = "a", op: FakeOp | None = None
-    ) -> Status:
+    def ensure(self, prefix: PromptIn, session_id: str = "a", op: FakeOp | None = None) -> Status:
         result = self.run(EnsureOp(session_id=session_id, prefix=prefix), op)
         assert isinstance(result, Status)
         return result

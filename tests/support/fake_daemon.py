@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -321,7 +322,8 @@ class Servicer(
             raise DigestMismatch("manifest digest", metadata={"actual": digest})
         text = "".join(render(s, session.turns) for s in segments).encode()
         prefix = "".join(render(s, session.turns) for s in session.prefix).encode()
-        same = len(os.path.commonprefix([session.tokens, text]))
+        pairs = zip(session.tokens, text, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         dropped, prefilled = len(session.tokens) - same, len(text) - same
         session.tokens = text
         session.seen += prefilled
@@ -508,7 +510,7 @@ class Servicer(
 
     async def ImportModel(self, request: Any, context: Any) -> AsyncIterator[Any]:
         await self.enter(request, context)
-        size = Path(request.path).stat().st_size
+        size = Path(request.path).stat().st_size  # noqa: ASYNC240
         name = request.name or Path(request.path).stem
         if name in self.w.models and not request.replace:
             raise InvalidRequest.of("name", name, "a name that isn't taken")

@@ -9,12 +9,16 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from modeld.shared.errors import InsufficientMemory, InvalidRequest, ModelLoadFailed, SessionFatal
 from modeld.shared.messages import Hello, LoadOp, LoadResult
-from modeld.workers.engine import Cancelled, EngineContext, Logits, ReportProgress
+from modeld.workers.engine import Cancelled, EngineContext, ReportProgress
+
+if TYPE_CHECKING:
+    from modeld.workers.engine import Logits
 
 MERGES = ("the", "ing", "hello", "wor", "ld", "world", "an", "er", " the")
 CONTROLS = ("<|begin|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +65,7 @@ async def kept(
     module: str = "modeld.workers.scripted",
     heartbeat_interval_s: float = 0.05,
     start: bool = True,
+    on_death: Callable[[Death], None] = lambda death: None,
 ) -> AsyncIterator[Kept]:
     """A started keeper; afterwards no child process and no descriptor of it is left."""
     before = _descriptors()
@@ -74,13 +74,18 @@ async def kept(
     launcher = LocalLauncher(module, tmp_path, env)
     deaths: list[Death] = []
     states: list[str] = []
+
+    def died(death: Death) -> None:
+        deaths.append(death)
+        on_death(death)
+
     keeper = WorkerKeeper(
         "scripted",
         launcher,
         link,
         policy=policy,
         limits=limits,
-        on_death=deaths.append,
+        on_death=died,
         on_state=lambda: states.append(keeper.state.value),
         jitter=lambda: 0.0,
     )
@@ -106,12 +111,18 @@ async def kept(
 def _descriptors() -> set[tuple[str, str]]:
     """Open descriptors by number and what they are."""
     found = set()
-    for name in os.listdir("/proc/self/fd"):
+    for entry in Path("/proc/self/fd").iterdir():
         try:
-            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+            found.add((entry.name, str(entry.readlink())))
         except OSError:
             continue  # the one this listing used
     return found
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Return once the condition holds."""
+    while not condition():  # noqa: ASYNC110: what is waited for may be a process's doing
+        await asyncio.sleep(0.002)
 
 
 def options(**given: object) -> DecodeIn:

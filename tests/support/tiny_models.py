@@ -113,9 +113,9 @@ def llama(
     kv_heads: int = 2,
     architecture: str = "llama",
     seed: int = 1,
-    broken_weights: bool = False,
+    norm: float = 1.0,
 ) -> Path:
-    """Two dense layers; heads of 64/``heads`` elements. ``broken_weights``: NaN in the output."""
+    """Two dense layers; heads of 64/``heads`` elements. ``norm`` scales the output."""
     model = _Model(path, architecture, embedding=64, blocks=2, seed=seed)
     length = 64 // heads
     model.writer.add_feed_forward_length(128)
@@ -125,7 +125,7 @@ def llama(
     model.writer.add_rope_freq_base(10000.0)
     size = model.vocabulary()
     model.matrix("token_embd.weight", size, 64, scale=1.0)
-    model.constant("output_norm.weight", float("nan") if broken_weights else 1.0, 64)
+    model.constant("output_norm.weight", norm, 64)
     model.matrix("output.weight", size, 64, scale=2 * 64**-0.5)
     model.attention(heads, kv_heads, length, 128)
     return model.write()

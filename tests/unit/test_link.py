@@ -35,6 +35,7 @@ from modeld.shared.messages import (
 )
 from modeld.supervisor.lifecycle import OperationState
 from modeld.supervisor.link import Link, Operation
+from tests.support.keeping import until
 
 EPOCH = b"\x01" * 16
 
@@ -89,8 +90,7 @@ class FakeWorker:
         self._socket.send_multipart(frames)
 
     async def receive(self) -> tuple[Kind, Payload]:
-        while not self._socket.poll(0):
-            await asyncio.sleep(0.001)
+        await until(lambda: self._socket.poll(0))
         envelope = decode_envelope(self._socket.recv())
         return Kind(envelope.kind), decode_any_payload(envelope.payload)
 
@@ -111,8 +111,7 @@ class Rig:
         """Return once everything that the worker sent has been taken in."""
         seen = len(self.heard.beats)
         self.worker.send(Kind.HEARTBEAT, Heartbeat(progress=0, busy_op=0))
-        while len(self.heard.beats) == seen and not self.heard.violations:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(self.heard.beats) > seen or self.heard.violations)
 
 
 @pytest.fixture
@@ -230,8 +229,7 @@ async def test_an_older_generation_is_refused_before_anything_is_sent(rig: Rig) 
 async def test_an_epoch_that_was_never_admitted_is_not_heard(rig: Rig) -> None:
     stranger = FakeWorker(rig.link.endpoint, b"\x02" * 16)
     stranger.send(Kind.HEARTBEAT, Heartbeat(progress=9, busy_op=0))
-    while rig.link.counters.unknown == 0:
-        await asyncio.sleep(0.001)
+    await until(lambda: rig.link.counters.unknown)
     stranger.close()
     assert all(beat.progress == 0 for beat in rig.heard.beats)
 

@@ -210,7 +210,7 @@ def test_a_template_cannot_reach_python(source: str) -> None:
 
 
 def test_a_long_conversation_is_no_attack() -> None:
-    source = "{% for m in messages %}{% if m.role == 'user' %}{{ '<' + m.content ~ '>' }}{% endif %}{% endfor %}"
+    source = "{% for m in messages %}{{ '<' + m.content ~ '>' }}{% endfor %}"
     assert len(render(source, *[user("x" * 5000)] * 2000)) == 2000 * 5002
 
 

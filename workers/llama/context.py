@@ -73,7 +73,7 @@ class LlamaContext:
         on_close: Callable[[LlamaContext], None],
     ) -> None:
         """Raises InsufficientMemory with the engine's words when it can't be made."""
-        self._traits, self._settings, self._on_close = traits, settings, on_close
+        self._traits, self._on_close = traits, on_close
         engine_log.clear()
         with engine_log.recording() as lines:
             self._handle = llama.llama_init_from_model(model, _parameters(settings))
@@ -86,6 +86,9 @@ class LlamaContext:
             )
         self._memory = llama.llama_get_memory(self._handle)
         self.window: int = llama.llama_n_ctx_seq(self._handle)
+        # As the engine has them: it lowers them by rules of its own, and a longer batch aborts.
+        self._n_batch: int = llama.llama_n_batch(self._handle)
+        self._n_ubatch: int = llama.llama_n_ubatch(self._handle)
         self.compute_bytes = _mebibytes(_COMPUTE_LINE, lines)
         self.kv_bytes = _checked_kv_bytes(planned_kv_bytes(self.window), lines)
         self._length = 0
@@ -101,7 +104,7 @@ class LlamaContext:
 
     def _make_batches(self) -> None:
         """Arrays that every evaluation reuses: filled through numpy, read by the engine."""
-        size = self._settings.n_batch
+        size = self._n_batch
         self._tokens = np.zeros(size, dtype=np.int32)
         self._positions = np.zeros(size, dtype=np.int32)
         self._wanted = np.zeros(size, dtype=np.int8)
@@ -157,7 +160,7 @@ class LlamaContext:
         # A recurrent state is overwritten while a micro-batch runs, so one can't be given up
         # halfway: batches of one micro-batch, and no interruption within.
         whole = self._traits.recurrent
-        step = self._settings.n_ubatch if whole else self._settings.n_batch
+        step = self._n_ubatch if whole else self._n_batch
         count = len(ids)
         if not whole:
             self._polled, self._aborted = cancelled, False
@@ -201,7 +204,7 @@ class LlamaContext:
                 code=code,
             )
         kept = held - self._length  # whole micro-batches of the batch stay
-        if not 0 <= kept <= size or (kept < size and kept % self._settings.n_ubatch):
+        if not 0 <= kept <= size or (kept < size and kept % self._n_ubatch):
             raise self._fatal(f"{kept} of {size} tokens stayed after a cancel", "bookkeeping")
         self._length = held
         return False
@@ -238,7 +241,9 @@ class LlamaContext:
     # --- going back and copying --------------------------------------------------------------
 
     def can_trim(self, keep: int) -> bool:
-        """See the protocol."""
+        """See the protocol. In a sliding-window cache, exact means up to rounding: where the
+        window's cells lie depends on what was there before.
+        """
         if self._broken or not self._handle or not 0 <= keep <= self._length:
             return False
         if keep in (0, self._length):

@@ -109,6 +109,11 @@ def _tried(
         found["prefix_copy"] = "no: the engine did not take a copied state"
     if traits.recurrent:
         found["exact_warm"] = "unknown: nothing is reused but whole prefixes, which are kept as is"
+    elif traits.window_tokens:
+        found["exact_warm"] = (
+            "no: once a sliding window has moved on, results differ by rounding with where its "
+            "cells lie"
+        )
     elif same and same_copy:
         found["exact_warm"] = f"yes: {how} is bit-equal after removal and after copying"
     else:

@@ -1,0 +1,141 @@
+"""What `run` and `chat` share: opening a session, streaming an answer, telling its numbers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from modeld.cli.main import Settings
+from modeld.cli.output import count, note, seconds
+from modeld.cli.progress import Meanwhile
+from modeld.client import (
+    Client,
+    Final,
+    PrefillStatus,
+    Recovery,
+    Session,
+    StopReason,
+    TurnStream,
+)
+from modeld.client.streams import EventCallback
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def decode_flags(function: F) -> F:
+    """The options of how to generate."""
+    flags = [
+        click.option("--max-tokens", type=click.IntRange(min=0), default=0, metavar="N",
+                     help="Stop after N tokens. 0: when the model ends, or the window is full."),
+        click.option("--temperature", type=click.FloatRange(min=0), default=None, metavar="T",
+                     help="0: always the likeliest token (the default); higher: more varied."),
+        click.option("--top-p", type=click.FloatRange(0, 1), default=None, metavar="P",
+                     help="Sample among the likeliest tokens of this total probability."),
+        click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=None, metavar="N",
+                     help="Make sampling repeatable. Default: drawn, and told afterwards."),
+        click.option("--stop", multiple=True, metavar="TEXT",
+                     help="Stop before this text; may be given several times."),
+    ]  # fmt: skip
+    for flag in reversed(flags):
+        function = flag(function)
+    return function
+
+
+def session_flags(function: F) -> F:
+    """The options of what kind of session to open."""
+    flags = [
+        click.option("--window", type=click.IntRange(min=0), default=0, metavar="N",
+                     help="Context window in tokens. 0: chosen by what memory allows."),
+        click.option("--k-type", default="", metavar="TYPE",
+                     help="KV cache type of the keys, e.g. q8_0. Default: the daemon's."),
+        click.option("--v-type", default="", metavar="TYPE", help="The same of the values."),
+        click.option("--no-start", is_flag=True,
+                     help="Fail (exit status 3) rather than start a daemon where none runs."),
+        click.option("--no-wait", is_flag=True,
+                     help="Fail (exit status 5) rather than wait while the model is busy."),
+    ]  # fmt: skip
+    for flag in reversed(flags):
+        function = flag(function)
+    return function
+
+
+def tell_recovery(recovery: Recovery) -> None:
+    note(
+        f"the session was lost ({recovery.cause}) and is continued in a new one; "
+        "nothing that was shown is repeated",
+        "yellow",
+    )
+
+
+def open_session(
+    client: Client, settings: Settings, model: str, *, prompt_format: str, **options: Any
+) -> Session:
+    with Meanwhile(quiet=settings.json) as meanwhile:
+        return client.open_session(
+            model,
+            prompt_format=prompt_format,
+            on_progress=meanwhile.event,
+            recover=True,
+            on_recovery=tell_recovery,
+            **options,
+        )
+
+
+def stream_answer(
+    start: Callable[[EventCallback], TurnStream], *, show: bool, quiet: bool
+) -> TurnStream:
+    """Take a turn to its end, writing the text to stdout as it comes if ``show``.
+
+    Ctrl-C cancels the turn and is raised on, with the turn as the exception's argument.
+    """
+    with Meanwhile(quiet=True) as meanwhile:  # without a terminal there is nothing to tell
+        if not quiet:
+            meanwhile.show("reading the prompt")
+        stream = start(meanwhile.event)
+        try:
+            for text in stream:
+                if show:
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(stream) from None
+        finally:
+            stream.close()
+            if show and stream.text and not stream.text.endswith("\n"):
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+    return stream
+
+
+def tell_numbers(stream: TurnStream) -> None:
+    """The numbers of a turn, on one line of stderr."""
+    parts = []
+    if stream.prefix_status is not None:
+        parts.append(_prefilled("prefix", stream.prefix_status.prefix, stream.prefix_status))
+    if stream.suffix_status is not None:
+        status = stream.suffix_status
+        parts.append(f"suffix {count(status.suffix)}: {count(status.prefilled)} prefilled")
+    if stream.seconds_to_first_token is not None:
+        parts.append(f"first token {seconds(stream.seconds_to_first_token)}")
+    if stream.final is not None:
+        parts.append(_generated(stream.final))
+    elif stream.cancelled:
+        parts.append("cancelled")
+    note(" · ".join(parts))
+
+
+def _prefilled(name: str, tokens: int, status: PrefillStatus) -> str:
+    reused, prefilled = count(status.reused), count(status.prefilled)
+    return f"{name} {count(tokens)}: {reused} reused, {prefilled} prefilled"
+
+
+def _generated(final: Final) -> str:
+    text = f"{count(final.tokens)} tokens"
+    if final.engine_seconds > 0:
+        text += f", {final.tokens / final.engine_seconds:.1f}/s"
+    if final.stop_reason is not StopReason.EOS:
+        text += f", stopped: {final.stop_reason.value.lower()}"
+    return f"{text} · seed {final.seed} · {count(final.available)} tokens left"

