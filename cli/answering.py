@@ -110,18 +110,19 @@ def stream_answer(
     return stream
 
 
-def tell_numbers(stream: TurnStream) -> None:
-    """The numbers of a turn, on one line of stderr."""
+def tell_numbers(stream: TurnStream, *, seed: bool) -> None:
+    """The numbers of a turn, on one line of stderr. ``seed``: it was drawn from, so tell it."""
     parts = []
-    if stream.prefix_status is not None:
+    if stream.prefix_status is not None and stream.prefix_status.prefix:
         parts.append(_prefilled("prefix", stream.prefix_status.prefix, stream.prefix_status))
     if stream.suffix_status is not None:
-        status = stream.suffix_status
-        parts.append(f"suffix {count(status.suffix)}: {count(status.prefilled)} prefilled")
+        parts.append(_prefilled("suffix", stream.suffix_status.suffix, stream.suffix_status))
     if stream.seconds_to_first_token is not None:
         parts.append(f"first token {seconds(stream.seconds_to_first_token)}")
     if stream.final is not None:
         parts.append(_generated(stream.final))
+        if seed:
+            parts.append(f"seed {stream.final.seed}")
     elif stream.cancelled:
         parts.append("cancelled")
     note(" · ".join(parts))
@@ -138,4 +139,4 @@ def _generated(final: Final) -> str:
         text += f", {final.tokens / final.engine_seconds:.1f}/s"
     if final.stop_reason is not StopReason.EOS:
         text += f", stopped: {final.stop_reason.value.lower()}"
-    return f"{text} · seed {final.seed} · {count(final.available)} tokens left"
+    return f"{text} · {count(final.available)} tokens left"

@@ -43,17 +43,18 @@ def connect_or_start(settings: Settings, *, may_start: bool) -> tuple[Client, bo
     except (DiscoveryError, ConnectionLost):
         if not may_start:
             raise
-    start(settings.root, quiet=settings.json)
-    return connect(settings), True
+    ours = start(settings.root, quiet=settings.json)
+    return connect(settings), ours
 
 
 def log_path(data_root: Path) -> Path:
     return data_root / "logs" / "daemon.log"
 
 
-def start(data_root: Path, *, quiet: bool) -> None:
-    """Start a daemon of its own session, and wait until it can be found.
+def start(data_root: Path, *, quiet: bool) -> bool:
+    """Start a daemon in a session of its own, and wait until one can be found.
 
+    False where another one was quicker, and ours gave way to it.
     Raises DaemonDidNotStart with the last lines of its log.
     """
     log = log_path(data_root)
@@ -71,30 +72,28 @@ def start(data_root: Path, *, quiet: bool) -> None:
                 cwd=data_root,
                 start_new_session=True,  # Ctrl-C here is not for the daemon
             )
-        _wait_until_found(data_root, process, log, begin)
-    if not quiet:
+        ours = _wait_until_found(data_root, process, log, begin) == process.pid
+    if ours and not quiet:
         note(f"started a daemon on {data_root} (pid {process.pid}, log: {log})")
+    return ours
 
 
 def _wait_until_found(
     data_root: Path, process: subprocess.Popen[bytes], log: Path, begin: int
-) -> None:
+) -> int:
+    """The pid of the daemon that was found."""
     end = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < end:
+        code = process.poll()  # before looking: what is seen then is from after its end
         found = look(data_root)
-        if found.state is DiscoveryState.RUNNING:
-            return
-        code = process.poll()
-        # Another one may have been quicker: then its lease is there and ours has given way.
-        if code is not None and found.record is None:
+        if found.state is DiscoveryState.RUNNING and found.record is not None:
+            return found.record.pid
+        # Another daemon may have been quicker: ours has given way, and that one is starting.
+        starting = found.state is DiscoveryState.NOT_RUNNING and found.record is not None
+        if code is not None and not starting:
             raise DaemonDidNotStart(
-                f"The daemon ended with status {code} while it started. The end of {log}:\n"
-                f"{_tail(log, begin)}"
-            )
-        if code is not None and found.state is DiscoveryState.STALE:
-            raise DaemonDidNotStart(
-                f"The daemon ended with status {code}. {found.detail} The end of {log}:\n"
-                f"{_tail(log, begin)}"
+                f"The daemon ended with status {code} while it started. {found.detail} "
+                f"The end of {log}:\n{_tail(log, begin)}"
             )
         time.sleep(POLL_S)
     raise DaemonDidNotStart(

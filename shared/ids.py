@@ -9,9 +9,9 @@ import uuid
 from modeld.shared.errors import InvalidRequest
 
 # A model's name is a name, not a path: no separators, no leading dot or dash.
-MODEL_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-SESSION_KEY = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
-ROLE = re.compile(r"^[a-z_]{1,32}$")
+MODEL_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+SESSION_KEY = re.compile(r"^[A-Za-z0-9._-]{1,128}\Z")
+ROLE = re.compile(r"^[a-z_]{1,32}\Z")
 
 
 def new_instance_id() -> str:
@@ -42,7 +42,7 @@ def check_model_name(name: str) -> str:
         raise InvalidRequest.of(
             "model",
             name[:200],
-            "a name of letters, digits, '.', '_' and '-', at most 128, beginning with a letter or digit",
+            "a name of at most 128 letters, digits, '.', '_' and '-', not beginning with a mark",
             "A model is named as in `modeld models list`; import a file first to give it a name.",
         )
     return name

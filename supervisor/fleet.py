@@ -84,6 +84,7 @@ class HeartbeatLimits:
     silence_s: float = 10.0  # where it declared no longest gap for the kinds of call it runs
     slack_s: float = 5.0  # over the gap that it declared: a loaded machine isn't a hang
     stall_s: float = 600.0  # heartbeats, an operation running, and no progress; 0: no limit
+    cancel_s: float = 60.0  # a running operation goes on after its cancel; 0: no limit
     boot_s: float = 120.0  # from spawn to hello
 
 
@@ -365,6 +366,12 @@ class WorkerKeeper:
         stalled_s = now_s - self._progressed_s
         if self._machine.running and 0 < self.limits.stall_s < stalled_s:
             return f"no progress for {stalled_s:.1f} s (the limit is {self.limits.stall_s:g} s)"
+        # Those queued behind it wait for their turn, cancelled or not: only what runs is judged.
+        running = peer.operations.get(self.heartbeat.busy_op) if self.heartbeat else None
+        if running is not None and running.cancelled_s and self.limits.cancel_s > 0:
+            ignored_s = now_s - running.cancelled_s
+            if ignored_s > self.limits.cancel_s:
+                return f"it ignored a cancel for {ignored_s:.1f} s"
         return ""
 
     def _silence_limit_s(self, peer: Peer) -> float:

@@ -89,7 +89,8 @@ class GenerationStore:
         """Make the next generation durable and return it.
 
         Raises StorageFull or OSError; ``current`` then stays, and nothing may be served under a
-        number that wasn't returned. Blocks for one fsync (well under a millisecond on an SSD).
+        number that wasn't returned. Blocks for the disk: under a millisecond when it is idle, some
+        ten when it is busy.
         """
         self._advance(self._current + 1, cause)
         return self._current

@@ -1,12 +1,9 @@
-"""When a slot has been idle long enough, and which detached sessions have outlived their time.
+"""When a slot has been idle long enough.
 
-Pure: times come in, answers go out. Nothing here waits, releases or closes anything.
+Pure: times come in, answers go out. Nothing here waits or releases anything.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from dataclasses import dataclass
 
 
 class IdleTimer:
@@ -48,33 +45,3 @@ class IdleTimer:
 
     def due(self, now: float) -> bool:
         return self.remaining_s(now) == 0.0
-
-
-@dataclass(frozen=True)
-class Detached:
-    """A session that no connection is attached to, since ``detached_at`` (same clock)."""
-
-    session_id: str
-    detached_at: float
-    has_key: bool  # a caller may come back for it by its session_key
-
-
-def expired_sessions(
-    sessions: Iterable[Detached], now: float, session_ttl_s: float
-) -> tuple[str, ...]:
-    """Ids of the sessions to close: without a key, and detached for ``session_ttl_s`` or longer."""
-    return tuple(
-        session.session_id
-        for session in sessions
-        if not session.has_key and now - session.detached_at >= session_ttl_s
-    )
-
-
-def next_expiry_s(sessions: Iterable[Detached], now: float, session_ttl_s: float) -> float | None:
-    """Seconds until the next of them expires, at least 0; None when none can."""
-    waits = [
-        max(0.0, session.detached_at + session_ttl_s - now)
-        for session in sessions
-        if not session.has_key
-    ]
-    return min(waits, default=None)

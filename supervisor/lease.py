@@ -274,7 +274,7 @@ def held(record: LeaseRecord | None, here: Viewpoint, path: Path) -> LeaseHeld:
     where = record.endpoints[0] if record.endpoints else "not listening yet"
     return LeaseHeld(
         f"{path.parent} is owned by the daemon of pid {record.pid} on {record.host} ({where}). "
-        "Use that one, stop it with `modeld stop`, or give this one another --data-root. "
+        "Use that one, stop it with `modeld drain`, or give this one another --data-root. "
         f"Unless it renews, its lease ends in {left_s:.0f} s.",
         metadata={
             "instance_id": record.instance_id,

@@ -89,7 +89,7 @@ class Operation:
 
     __slots__ = (
         "_data", "_ended", "_error", "_machine", "_on_end", "_peer", "_result", "_seq", "_waiter",
-        "generation", "kind", "op_id",
+        "cancelled_s", "generation", "kind", "op_id",
     )  # fmt: skip
 
     def __init__(
@@ -103,6 +103,7 @@ class Operation:
         self.op_id = op_id
         self.generation = generation
         self.kind = kind  # the request's type name
+        self.cancelled_s = 0.0  # when the cancel was sent, of time.monotonic; 0: it wasn't
         self._peer = peer
         self._machine = OperationMachine()
         self._seq = 0
@@ -157,6 +158,7 @@ class Operation:
         """Ask the worker to stop. The terminal still comes, a normal result perhaps. Idempotent."""
         for instruction in self._machine.handle(OperationEvent.CANCEL_ASKED):
             if instruction is OperationInstruction.SEND_CANCEL:
+                self.cancelled_s = time.monotonic()
                 self._peer.control(Kind.CANCEL, Cancel(), self)
 
     def grant(self, chunks: int) -> None:

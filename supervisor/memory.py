@@ -59,19 +59,10 @@ def host_memory(
     )
 
 
-def host_reserve(total_bytes: int) -> int:
-    """Bytes left to the rest of the machine by default, so that it doesn't swap.
-
-    A sixteenth of what there is, at least 512 MiB and at most 4 GiB, but never over a quarter.
-    ``total_bytes`` is the cgroup's limit where one is less than the machine's memory.
-    """
-    return min(max(512 * MIB, total_bytes // 16), 4096 * MIB, total_bytes // 4)
-
-
 def cgroup_memory(sysroot: Path, total_bytes: int) -> CgroupReading | None:
     """The tightest limit over this process's cgroup and its ancestors; None if there is none.
 
-    Page cache that the kernel can drop (inactive file pages) counts as available. Raises OSError
+    Page cache that the kernel can drop (file pages) counts as available. Raises OSError
     or ValueError when a limit stands whose usage can't be read.
     """
     tightest: CgroupReading | None = None
@@ -163,7 +154,8 @@ def _read_v2(folder: Path, total_bytes: int) -> CgroupReading | None:
     if not limits or limit >= total_bytes:
         return None
     usage = int((folder / "memory.current").read_text())
-    return _reading(limit, usage, _stat(folder).get("inactive_file", 0))
+    stat = _stat(folder)
+    return _reading(limit, usage, stat.get("inactive_file", 0) + stat.get("active_file", 0))
 
 
 def _read_v1(folder: Path, total_bytes: int) -> CgroupReading | None:
@@ -173,10 +165,13 @@ def _read_v1(folder: Path, total_bytes: int) -> CgroupReading | None:
         return None
     usage = int((folder / "memory.usage_in_bytes").read_text())
     stat = _stat(folder)
-    return _reading(int(text), usage, stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    files = (stat.get(f"total_{n}", stat.get(n, 0)) for n in ("inactive_file", "active_file"))
+    return _reading(int(text), usage, sum(files))
 
 
 def _reading(limit: int, usage: int, reclaimable: int) -> CgroupReading:
+    # File pages, a model's mapped weights among them, can be dropped and read again; the planner
+    # charges weights itself, so they must not count as used here too.
     used = max(0, usage - reclaimable)
     return CgroupReading(limit_bytes=limit, available_bytes=max(0, limit - used))
 

@@ -228,6 +228,9 @@ class TurnQueue:
         while self._ring:
             party = next(iter(self._ring))
             waiters = self._ring[party]
+            if waiters[0].future.done():  # cancelled, but its task has not run since
+                self._remove(waiters[0])
+                continue
             # Nobody passes an exclusive operation whose turn it is: that would starve it.
             if not self._admits(waiters[0].exclusive):
                 break
@@ -266,7 +269,8 @@ class TurnQueue:
             return
         hold.parked_turn = turn_id
         for waiter in self._in_order():
-            if (waiter.session, waiter.turn_id) == (hold.session, turn_id):
+            same_turn = (waiter.session, waiter.turn_id) == (hold.session, turn_id)
+            if same_turn and not waiter.future.done():
                 self._remove(waiter)  # the turn's next part is here already
                 self._hand(waiter, self._take_up(hold, waiter.operation))
                 self._tell_positions()

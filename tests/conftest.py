@@ -14,7 +14,7 @@ MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def demo_model() -> Path:
     """The small real model: ``MODELD_TEST_MODEL``, or what `make test` fetches."""
     given = os.environ.get("MODELD_TEST_MODEL")
-    path = Path(given) if given else Path(__file__).parents[1] / ".data" / "demo" / MODEL_FILE
+    path = Path(given) if given else Path(__file__).parents[1] / ".data" / "test" / MODEL_FILE
     if not path.is_file():
         pytest.fail(
             f"{path} is not there. Run `make test`, which fetches the small model, or set "

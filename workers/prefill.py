@@ -249,7 +249,7 @@ def ensure_logits(session: Session, context: OpContext) -> tuple[int, bool]:
     entry, logical, missing = session.entry, session.logical, session.missing()
     if not missing and entry.logits_at(logical):
         return 0, True
-    keep = logical if missing else max(0, logical - 2)
+    keep = logical if missing else logical - 1
     if not entry.can_keep(keep):
         keep = 0
     tokens = [*entry.tokens[keep:logical].tolist(), *missing]

@@ -89,7 +89,7 @@ def _loop(session: Session, system: str, options: DecodeOptions, no_wait: bool) 
             if last is None:
                 note("no answer yet")
             else:
-                tell_numbers(last)
+                tell_numbers(last, seed=bool(options.temperature))
         elif command.startswith("/"):
             note(COMMANDS)
         elif command:

@@ -70,8 +70,16 @@ def describe(
     _answers("questions", described.questions)
     _answers("capabilities", described.capabilities)
     identity = described.identity
-    rows = [(f.name, getattr(identity, f.name) or "–") for f in fields(identity)]
+    rows = [(f.name, _shown(getattr(identity, f.name))) for f in fields(identity)]
     table("identity", ("field", "value"), rows)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(f"{a.digest} × {a.scale:g}" for a in value) or "–"
+    return str(value) or "–"
 
 
 def _facts(described: Description) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from modeld.cli.daemon_start import connect
+from modeld.cli.demo_model import DIGEST as DEMO_DIGEST
 from modeld.cli.demo_model import NAME as DEMO_NAME
 from modeld.cli.demo_model import demo_file
 from modeld.cli.main import Settings, global_options, pass_settings
@@ -80,7 +80,7 @@ def list_models(settings: Settings) -> None:
         return
     table(
         "",
-        ("name", "size", "architecture", "quantization", "context", "digest", ""),
+        ("name", "size", "arch", "quant", "context", "digest", ""),
         [
             (
                 model.name,
@@ -124,39 +124,66 @@ def import_model(
         raise click.UsageError("give either a PATH or --demo")
     with ExitStack() as stack:
         meanwhile = stack.enter_context(Meanwhile(quiet=settings.json))
-        if path is None:
-            meanwhile.show("fetching the demo model")
-            path = stack.enter_context(demo_file())
-            name = name or DEMO_NAME
         client = _daemon(settings)
         if client is not None:
             stack.enter_context(client)
-            imported = client.import_model(
-                path,
-                name=name,
-                copy=copy,
-                replace=replace,
-                expected_digest=digest,
-                on_progress=meanwhile.event,
-            )
+        known = None
+        if path is None:
+            name, digest = name or DEMO_NAME, digest or DEMO_DIGEST
+            known = None if replace else _find(settings, client, name, digest)
+        if known is not None:
+            imported = known
         else:
-            progress: Callable[[str, int, int], None] = meanwhile.bytes
-            imported = _info(
-                _store(settings).import_file(
-                    path,
-                    name,
-                    copy=copy,
-                    replace=replace,
-                    expected_digest=digest,
-                    progress=progress,
-                )
-            )
+            if path is None:
+                meanwhile.show("fetching the demo model")
+                path = stack.enter_context(demo_file())
+            imported = _import(settings, client, path, name, copy, replace, digest, meanwhile)
     if settings.json:
         emit_json(imported)
+        return
+    if known is not None:
+        say(f"{imported.name} is in the store already ({size(imported.size_bytes)})")
         return
     how = "linked" if imported.linked else "copied"
     say(f"imported {imported.name} ({size(imported.size_bytes)}, {how})")
     note(f'try: modeld run {imported.name} "Hello!"')
+
+
+def _import(
+    settings: Settings,
+    client: Client | None,
+    path: Path,
+    name: str,
+    copy: bool,
+    replace: bool,
+    digest: str,
+    meanwhile: Meanwhile,
+) -> ModelInfo:
+    if client is not None:
+        return client.import_model(
+            path,
+            name=name,
+            copy=copy,
+            replace=replace,
+            expected_digest=digest,
+            on_progress=meanwhile.event,
+        )
+    return _info(
+        _store(settings).import_file(
+            path,
+            name,
+            copy=copy,
+            replace=replace,
+            expected_digest=digest,
+            progress=meanwhile.bytes,
+        )
+    )
+
+
+def _find(settings: Settings, client: Client | None, name: str, digest: str) -> ModelInfo | None:
+    """The model of that name and content, if the store has it."""
+    known = client.models() if client else [_info(m) for m in _store(settings).list()]
+    return next((m for m in known if m.name == name and m.digest == digest), None)
 
 
 @models.command("rm")

@@ -136,7 +136,7 @@ def run(
         if settings.json:
             emit_json(_object(client, session, model, session_key, stream, started))
         elif stats:
-            tell_numbers(stream)
+            tell_numbers(stream, seed=bool(options.temperature))
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

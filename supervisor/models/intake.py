@@ -147,7 +147,10 @@ def opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
 
 
 def hash_file(fd: int, total: int, out: int | None, report: ImportProgress | None) -> str:
-    """SHA-256 hex of ``fd``, copied to ``out`` on the way if given."""
+    """SHA-256 hex of ``fd``, copied to ``out`` on the way if given.
+
+    Raises InvalidRequest if there is more than ``total`` bytes.
+    """
     digest, done = hashlib.sha256(), 0
     stage = "hash" if out is None else "copy"
     buffer = bytearray(CHUNK_BYTES)
@@ -158,6 +161,12 @@ def hash_file(fd: int, total: int, out: int | None, report: ImportProgress | Non
         while out is not None and written < count:
             written += os.write(out, view[written:count])
         done += count
+        if done > total:  # or a file that is still being written would never end
+            raise InvalidRequest(
+                f"The file grew beyond {total} bytes while it was read. Import it when it is "
+                "complete.",
+                metadata={"field": "path"},
+            )
         if report is not None:
             report(stage, done, total)
     return digest.hexdigest()

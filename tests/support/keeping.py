@@ -121,7 +121,8 @@ def _descriptors() -> set[tuple[str, str]]:
 
 async def until(condition: Callable[[], object]) -> None:
     """Return once the condition holds."""
-    while not condition():  # noqa: ASYNC110: what is waited for may be a process's doing
+    # Polled, since what is waited for may be a process's doing, which no event here tells.
+    while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.002)
 
 

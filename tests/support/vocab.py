@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from pathlib import Path
 
 import llama_cpp
@@ -26,7 +27,9 @@ class RealTokenizer:
         self.bos: int | None = llama_cpp.llama_vocab_bos(vocab)
         self.add_bos = bool(llama_cpp.llama_vocab_get_add_bos(vocab))
         attrs = [llama_cpp.llama_vocab_get_attr(vocab, i) for i in range(self.vocab_size)]
-        self.controls = {self.text(i): i for i, attr in enumerate(attrs) if attr & CONTROL}
+        self.controls: Mapping[str, int] = {
+            self.text(i): i for i, attr in enumerate(attrs) if attr & CONTROL
+        }
         self.strips_left = frozenset(i for i, a in enumerate(attrs) if a & CONTROL and a & LSTRIP)
         self.strips_right = frozenset(i for i, a in enumerate(attrs) if a & CONTROL and a & RSTRIP)
         self.end_of_generation = frozenset(

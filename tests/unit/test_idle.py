@@ -1,10 +1,10 @@
-"""Idle release and session time-outs, on a clock made of numbers."""
+"""Idle release, on a clock made of numbers."""
 
 from __future__ import annotations
 
 import pytest
 
-from modeld.supervisor.idle import Detached, IdleTimer, expired_sessions, next_expiry_s
+from modeld.supervisor.idle import IdleTimer
 
 
 def test_release_is_due_after_the_idle_time_and_not_before() -> None:
@@ -40,12 +40,3 @@ def test_zero_means_never_and_nothing_resident_is_never_due() -> None:
 def test_an_end_without_a_beginning_is_an_error() -> None:
     with pytest.raises(ValueError, match="never began"):
         IdleTimer(5).ended(1)
-
-
-def test_only_detached_sessions_without_a_key_expire() -> None:
-    sessions = [Detached("a", 0, False), Detached("b", 0, True), Detached("c", 50, False)]
-    assert expired_sessions(sessions, 600, 600) == ("a",)
-    assert expired_sessions(sessions, 650, 600) == ("a", "c")
-    assert next_expiry_s(sessions, 590, 600) == 10
-    assert next_expiry_s(sessions, 700, 600) == 0
-    assert next_expiry_s([Detached("b", 0, True)], 0, 600) is None

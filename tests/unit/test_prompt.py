@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,7 @@ class ToyTokenizer:
     """Bytes, a few merges by longest match, and control tokens."""
 
     def __init__(self, *, add_bos: bool = False, controls: dict[str, int] | None = None) -> None:
-        self.controls = dict(CONTROLS if controls is None else controls)
+        self.controls: Mapping[str, int] = dict(CONTROLS if controls is None else controls)
         self.vocab_size = 512
         self.bos: int | None = 256
         self.add_bos = add_bos

@@ -152,6 +152,17 @@ async def test_cancelled_waiter_leaves_no_trace() -> None:
     assert kept.done()
 
 
+async def test_slot_released_in_the_moment_of_a_cancel_goes_to_the_next() -> None:
+    queue = TurnQueue(4)
+    hold = await queue.acquire(session="a", operation="turn")
+    gone = await waiting(queue, "b")
+    other = await waiting(queue, "c")
+    gone.cancel()  # its task has not run yet
+    hold.release()
+    assert (await other).session == "c"
+    assert gone.cancelled()
+
+
 async def test_cancelled_in_the_moment_of_being_served_passes_the_slot_on() -> None:
     queue = TurnQueue(4)
     hold = await queue.acquire(session="a", operation="turn")
@@ -287,7 +298,7 @@ def run(story: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(story())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(actions=ACTIONS, max_running=st.integers(1, 2))
 def test_no_history_gives_two_holders_or_loses_a_wakeup(
     actions: list[tuple[str, int]], max_running: int

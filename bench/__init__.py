@@ -1,0 +1,1 @@
+"""Labelled benchmarks of modeld: ``python -m bench``."""
