@@ -13,12 +13,13 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 TARGET_PAIRS = 15  # fewer runs than these are no verdict on a target
 
+Name = TypeVar("Name", bound=str)
 Path = Literal["product", "engine control", "microbenchmark"]
 
 
@@ -82,7 +83,7 @@ def _require_pairs(left: Sequence[float], right: Sequence[float]) -> None:
     require(len(left) == len(right), f"{len(left)} runs on one side, {len(right)} on the other")
 
 
-def interleaved(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+def interleaved(names: Sequence[Name], rounds: int) -> Iterator[tuple[int, Name]]:
     """ABC CBA ABC …: (round, name), so that a drift of the machine falls on all alike."""
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
@@ -152,7 +153,8 @@ class Row:
         if target is None:
             return ""
         word = "met" if target.met_by(self.interval) else "missed"
-        return word if len(self.samples) >= TARGET_PAIRS else f"{word} ({len(self.samples)} runs)"
+        runs = len(self.samples)
+        return word if runs >= TARGET_PAIRS else f"{word} ({runs} run{'s' * (runs != 1)})"
 
 
 @dataclass

@@ -154,3 +154,4 @@ class Resolution:
     placement: str
     max_sessions: int
     allocated: int = 0  # tokens to allocate: ``effective`` rounded up as the engine does
+    free_bytes: int = 0  # of reclaimable contexts, to give back before allocating

@@ -41,9 +41,7 @@ class Identity:
 
     def to_plain(self) -> dict[str, Any]:
         plain = asdict(self)
-        plain["adapters"] = [
-            {"digest": a.digest, "scale": float(a.scale)} for a in self.adapters
-        ]
+        plain["adapters"] = [{"digest": a.digest, "scale": float(a.scale)} for a in self.adapters]
         return plain
 
 

@@ -181,6 +181,7 @@ class OpenOp(_Message):
     v_type: str
     kv_digest: str
     runtime_digest: str
+    free_bytes: int = 0  # of reclaimable contexts, to give back before allocating
 
 
 class OpenResult(_Message):

@@ -144,7 +144,9 @@ class Daemon:
             backend,
             LocalLauncher(self._modules[backend], self.config.data_root),
             link,
-            limits=HeartbeatLimits(silence_s=self.config.heartbeat_limit_s),
+            limits=HeartbeatLimits(
+                silence_s=self.config.heartbeat_limit_s, slack_s=self.config.heartbeat_limit_s
+            ),
             on_death=slot.worker_died,
             on_state=slot.worker_changed,
         )

@@ -408,6 +408,25 @@ class ModelSlot:
         Raises SwitchRequired, ModelLoadFailed, ModelQuarantined, InsufficientMemory,
         WorkerUnavailable, ModelBusy or GenerationStale.
         """
+        started = time.monotonic()
+        while True:
+            try:
+                return await self._ensure_loaded(
+                    model, caller, report, force_switch, expected_generation
+                )
+            except GenerationStale:
+                # The slot was reset while this call waited; it has no handle that could be stale.
+                if expected_generation is not None or time.monotonic() - started > OPEN_RETRY_S:
+                    raise
+
+    async def _ensure_loaded(
+        self,
+        model: StoredModel,
+        caller: Caller,
+        report: Report,
+        force_switch: bool,
+        expected_generation: int | None,
+    ) -> float:
         if self._is_resident(model) and expected_generation is None:
             return 0.0
         self._refuse_switch(model, force_switch)
@@ -672,6 +691,7 @@ class ModelSlot:
                 v_type=request.capacity.v_type,
                 kv_digest=identity.kv_digest,
                 runtime_digest=identity.runtime_digest,
+                free_bytes=planned.free_bytes,
             )
         )
         assert isinstance(result, OpenResult)

@@ -155,13 +155,15 @@ class SessionCore:
             raise InvalidRequest.of("window", op.window, "1 token or more")
         assembler = self._assembler(op.prompt_format)
         faults.point("open")
-        entry, reused = pool.acquire(op.session_id, Shape(op.window, op.k_type, op.v_type))
+        shape = Shape(op.window, op.k_type, op.v_type)
+        entry, reused = pool.acquire(op.session_id, shape, op.free_bytes)
         session = Session(
             session_id=op.session_id,
             assembler=assembler,
             kv_digest=op.kv_digest,
             runtime_digest=op.runtime_digest,
             context=entry,
+            served_window=op.window,
         )
         session.counters["adopted_contexts" if reused else "created_contexts"] += 1
         self._sessions[op.session_id] = session
@@ -267,7 +269,9 @@ class SessionCore:
         check_window(session, pool, assembled, "suffix")
         with self._changing(session):
             session.set_prompt(session.prefix, suffix, assembled)
-            prefill = Prefill(session, pool, assembled, need_logits=True)
+            # A suffix without a token has no last one to evaluate again: a decode sees to that.
+            adds = len(assembled.tokens) > assembled.prefix_tokens
+            prefill = Prefill(session, pool, assembled, need_logits=adds)
             prefill.advance(session.prompt, context)
             return prefill.status("suffix")
 

@@ -54,9 +54,7 @@ class EngineContext(Protocol):
     kv_bytes: int
     compute_bytes: int
 
-    def evaluate(
-        self, tokens: Sequence[int], position: int, *, cancelled: Cancelled
-    ) -> int:
+    def evaluate(self, tokens: Sequence[int], position: int, *, cancelled: Cancelled) -> int:
         """Append ``tokens`` at ``position`` and return how many were evaluated.
 
         Fewer than all only when ``cancelled`` turned true: whole micro-batches, which stay. The

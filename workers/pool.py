@@ -184,14 +184,17 @@ class ContextPool:
         self._tick += 1
         entry.last_used = self._tick
 
-    def acquire(self, owner: str, shape: Shape) -> tuple[PooledContext, bool]:
+    def acquire(self, owner: str, shape: Shape, free_bytes: int = 0) -> tuple[PooledContext, bool]:
         """A context for ``owner``, and whether it was taken from the pool.
 
         A blank one of this shape first, then a new one, then the least recently used reclaimable
-        one. Raises InsufficientMemory with the numbers when nothing can be had, InvalidRequest
+        one. ``free_bytes`` is what must be given back before anything new is allocated: a
+        reclaimable context of this shape is taken instead, or others are freed. Raises InsufficientMemory with the numbers when nothing can be had, InvalidRequest
         for a KV type that the engine doesn't know.
         """
         entry = next((e for e in self._reclaimable() if e.shape == shape and not len(e)), None)
+        if entry is None and free_bytes > 0:
+            entry = self._give_back(shape, free_bytes)
         reused = entry is not None
         if entry is None:
             entry, reused = self._make_room(shape)
@@ -242,6 +245,15 @@ class ContextPool:
         """Least recently used first."""
         free = [entry for entry in self.contexts if entry.owner is None]
         return sorted(free, key=lambda entry: entry.last_used)
+
+    def _give_back(self, shape: Shape, free_bytes: int) -> PooledContext | None:
+        """A reclaimable context of this shape, or None after freeing ``free_bytes``."""
+        free = self._reclaimable()
+        same = next((entry for entry in free if entry.shape == shape), None)
+        while same is None and free and free_bytes > 0:
+            free_bytes -= free[0].bytes
+            self.destroy(free.pop(0))
+        return same
 
     def _make_room(self, shape: Shape) -> tuple[PooledContext, bool]:
         """A new context, or the least recently used reclaimable one where none can be made."""

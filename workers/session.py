@@ -36,6 +36,7 @@ class Session:
     kv_digest: str
     runtime_digest: str
     context: PooledContext | None  # None once fatal
+    served_window: int  # tokens; what the engine allocated may be more
     logical: int = 0  # resident tokens
     prompt: int = 0  # tokens of the prompt last asked for: prefix and suffix
     prefix_tokens: int = 0
@@ -62,7 +63,8 @@ class Session:
 
     @property
     def window(self) -> int:
-        return self.entry.window
+        """Tokens that this session may hold."""
+        return min(self.served_window, self.entry.window)
 
     @property
     def available(self) -> int:

@@ -129,6 +129,7 @@ def resolve(
         placement="host",
         max_sessions=min(policy.max_sessions, sessions),
         allocated=allocated,
+        free_bytes=max(0, needed - as_is.contexts),
     )
 
 

@@ -124,6 +124,7 @@ def test_death_in_load(
                 seen.append(event.stage)
 
         opener = Background(lambda: raw_session(scene.client, on_progress=on_progress))
+        eventually((root.path / "slowed").exists)
         eventually(lambda: "loading" in seen)
         queued_open = scene.wait_in_queue(lambda: raw_session(scene.other))
         queued_load = scene.wait_in_queue(lambda: scene.third.load_model(MODEL))

@@ -29,11 +29,12 @@ def client(daemon: RunningDaemon) -> Iterator[Client]:
 @pytest.fixture(autouse=True)
 def _nothing_left_open(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test begins without open sessions; what is cached of earlier ones is discarded."""
-    yield
     if "client" not in request.fixturenames:
+        yield
         return
     connected: Client = request.getfixturevalue("client")
     stubs: Stubs = request.getfixturevalue("stubs")
+    yield
     for info in connected.sessions():
         handle = common.SessionHandle(
             session_id=info.session.session_id, generation=info.session.generation

@@ -64,7 +64,7 @@ async def test_a_turn_streams_its_statuses_its_text_and_one_final_record(tmp_pat
         await k.keeper.ready(None)
         await k.open()
         operation = k.keeper.call(1, turn("stable", "volatile", max_tokens=20), credit=100)
-        assert k.keeper.state is WorkerState.BUSY
+        states = [k.keeper.state]
         prefix, suffix = await operation.next(), await operation.next()
         assert isinstance(prefix, Status)
         assert isinstance(suffix, Status)
@@ -76,7 +76,7 @@ async def test_a_turn_streams_its_statuses_its_text_and_one_final_record(tmp_pat
         final = await operation.result()
         assert isinstance(final, FinalOut)
         assert (final.stop_reason, final.tokens, final.resident) == ("length", 20, 34)
-        assert k.keeper.state is WorkerState.IDLE
+        assert [*states, k.keeper.state] == [WorkerState.BUSY, WorkerState.IDLE]
 
 
 async def test_prefix_reuse_is_counted_to_the_token(tmp_path: Path) -> None:
@@ -162,7 +162,10 @@ async def test_heartbeats_show_progress_and_the_running_operation(tmp_path: Path
         await k.keeper.ready(None)
         await k.open()
         operation = k.keeper.call(1, decode(max_tokens=5000, ignore_eos=True), credit=10_000)
-        beat = lambda: k.keeper.heartbeat or Heartbeat(progress=0, busy_op=0)  # noqa: E731
+
+        def beat() -> Heartbeat:
+            return k.keeper.heartbeat or Heartbeat(progress=0, busy_op=0)
+
         await until(lambda: beat().busy_op == operation.op_id)
         seen = k.keeper.progress
         await until(lambda: k.keeper.progress > seen)

@@ -28,7 +28,7 @@ from modeld.shared.messages import (
     TurnOp,
 )
 from modeld.workers.core import SessionCore
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeContext, FakeEngine
 
 T = TypeVar("T")
 
@@ -211,6 +211,14 @@ class Harness:
         result = self.run(ExplainOp(session_id=session_id))
         assert isinstance(result, ExplainResult)
         return result
+
+    def check_records(self) -> None:
+        """What the pool believes of each context is what the engine holds."""
+        pool = self.core._pool
+        assert pool is not None
+        for entry in pool.contexts:
+            assert isinstance(entry.engine_context, FakeContext)
+            assert entry.tokens.tolist() == entry.engine_context.tokens
 
     def fresh_answer(
         self, prefix: PromptIn, suffix: PromptIn | None, options_: DecodeIn | None = None

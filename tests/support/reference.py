@@ -6,6 +6,7 @@ Drives the engine's primitives directly, a fresh context for each question; know
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,13 +64,19 @@ class Reference:
         context.close()
         return answer
 
-    def greedy(self, prompt: Sequence[int], count: int, *, window: int = 1024) -> list[int]:
+    def greedy(
+        self, prompt: Sequence[int], count: int, *, alone: Sequence[int] = (), window: int = 1024
+    ) -> list[int]:
         """Up to ``count`` most likely tokens after ``prompt``, the end-of-generation one included.
 
-        One shot: the whole prompt in one evaluation, then token by token.
+        One shot: the whole prompt in one evaluation, then token by token. ``alone``: positions of
+        the prompt's tokens that are evaluated by themselves, as a sampled token is: the engine
+        computes a single token by other routines than several, which differ by rounding.
         """
         context = self.engine.new_context(window, "f16", "f16")
-        context.evaluate(prompt, 0, cancelled=never)
+        edges = sorted({0, len(prompt), *alone, *(position + 1 for position in alone)})
+        for begin, end in pairwise(edges):
+            context.evaluate(prompt[begin:end], begin, cancelled=never)
         answer: list[int] = []
         while len(answer) < count:
             answer.append(int(np.argmax(context.logits())))

@@ -54,11 +54,12 @@ def test_a_worker_is_spawned_greeted_and_busy_while_an_operation_runs() -> None:
     machine = worker()
     assert feed(machine, StartAsked()) == [Spawn()]
     assert feed(machine, Spawned(7), Greeted()) == [SendWelcome()]
-    assert machine.state is WorkerState.IDLE
+    states = [machine.state]
     feed(machine, OpStarted(1), OpStarted(2), OpEnded(1))
-    assert machine.state is WorkerState.BUSY
+    states.append(machine.state)
     feed(machine, OpEnded(2))
-    assert machine.state is WorkerState.IDLE
+    states.append(machine.state)
+    assert states == [WorkerState.IDLE, WorkerState.BUSY, WorkerState.IDLE]
 
 
 def test_a_crash_is_announced_before_the_restart_is_arranged() -> None:

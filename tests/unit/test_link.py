@@ -67,6 +67,7 @@ class FakeWorker:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, epoch)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # as a worker has it; a full queue would block
         self._socket.connect(endpoint)
 
     def send(

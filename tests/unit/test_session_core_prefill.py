@@ -163,6 +163,15 @@ def test_same_suffix_again_evaluates_its_last_token_for_the_logits() -> None:
     assert status.miss_reason == "NONE"
 
 
+def test_empty_suffix_adds_and_costs_nothing() -> None:
+    harness = Harness()
+    harness.open()
+    harness.ensure(raw("one\n"))
+    status = harness.suffix(raw())
+    assert (*numbers(status), status.suffix, status.resident) == (0, 0, 0, 0, 4)
+    assert status.miss_reason == "NONE"
+
+
 def test_suffix_without_a_prefix_is_a_prompt_of_its_own() -> None:
     harness = Harness()
     harness.open()
@@ -303,6 +312,7 @@ def test_live_sessions_prefix_is_copied_and_the_other_untouched() -> None:
     before = harness.explain("a")
     status = harness.ensure(raw(LINES), "b")
     assert (status.reused, status.copied, status.prefilled) == (prefix, prefix, 0)
+    harness.check_records()
     after = harness.explain("a")
     assert (after.blocks, after.resident) == (before.blocks, before.resident)
     expected = harness.fresh_answer(raw(LINES), raw("question two"))
