@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 
 _READY = (WorkerState.IDLE, WorkerState.BUSY)
 _LOG_TRIM_EVERY_S = 10.0
+_DEADLINE_MARGIN_S = 0.25
 # What may be shown of a worker's stderr: lines that engines and the runtime write when they fail.
 # Anything else could hold text of a prompt.
 _TELLING = re.compile(
@@ -216,10 +217,12 @@ class WorkerKeeper:
     async def ready(self, deadline: float | None) -> Hello:
         """Wait for a greeted worker until ``deadline`` (of ``time.monotonic``; None: for ever).
 
-        Raises WorkerUnavailable when it passes, when the next restart lies beyond it, and at once
-        when no worker will come by itself.
+        Raises WorkerUnavailable slightly before it passes, so that it still reaches the caller;
+        at once when the next restart lies beyond it, or when no worker will come by itself.
         """
         loop = asyncio.get_running_loop()
+        if deadline is not None:
+            deadline -= min(_DEADLINE_MARGIN_S, max(0.0, deadline - time.monotonic()) / 4)
         while self.state not in _READY or self.hello is None:
             now_s = time.monotonic()
             if not self._machine.will_return:

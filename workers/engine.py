@@ -63,7 +63,10 @@ class EngineContext(Protocol):
         """
 
     def logits(self) -> Logits:
-        """Logits of the last evaluated token, shape (vocab_size,); a view, valid until the next call."""
+        """Logits of the last evaluated token, shape (vocab_size,).
+
+        A view, valid until the next call.
+        """
 
     def can_trim(self, keep: int) -> bool:
         """Whether the tail from ``keep`` on can be removed with exact results."""

@@ -189,8 +189,10 @@ class ContextPool:
 
         A blank one of this shape first, then a new one, then the least recently used reclaimable
         one. ``free_bytes`` is what must be given back before anything new is allocated: a
-        reclaimable context of this shape is taken instead, or others are freed. Raises InsufficientMemory with the numbers when nothing can be had, InvalidRequest
-        for a KV type that the engine doesn't know.
+        reclaimable context of this shape is taken instead, or others are freed.
+
+        Raises InsufficientMemory with the numbers when nothing can be had, and InvalidRequest for
+        a KV type that the engine doesn't know.
         """
         entry = next((e for e in self._reclaimable() if e.shape == shape and not len(e)), None)
         if entry is None and free_bytes > 0:

@@ -137,7 +137,17 @@ def import_model(
             if path is None:
                 meanwhile.show("fetching the demo model")
                 path = stack.enter_context(demo_file())
-            imported = _import(settings, client, path, name, copy, replace, digest, meanwhile)
+            # The daemon has another working folder: what was meant is relative to this one.
+            imported = _import(
+                settings,
+                client,
+                path.expanduser().absolute(),
+                name,
+                copy,
+                replace,
+                digest,
+                meanwhile,
+            )
     if settings.json:
         emit_json(imported)
         return

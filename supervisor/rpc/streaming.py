@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from modeld.shared.errors import SlowConsumer
 from modeld.supervisor.model_slot import Caller
 from modeld.supervisor.rpc.errors import Context
 from modeld.v1 import common_pb2 as common
+
+logger = logging.getLogger(__name__)
 
 
 class Writer:
@@ -44,6 +47,7 @@ class QueueReporter:
         self._write = write
         self._latest: common.QueueStatus | None = None
         self._changed = asyncio.Event()
+        self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
     def __call__(self, position: int, holder_operation: str, holder_age_s: float) -> None:
@@ -55,19 +59,26 @@ class QueueReporter:
             self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        while True:
+        while not self._stopping:
             await self._changed.wait()
             self._changed.clear()
             status, self._latest = self._latest, None
-            if status is not None:
+            if status is not None and not self._stopping:
                 await self._write(status)
 
     async def stop(self) -> None:
         if self._task is None:
             return
-        self._task.cancel()
+        # Not by a cancel: gRPC goes on with a write that was begun, and refuses the next one.
+        self._stopping = True
+        self._changed.set()
         await asyncio.wait([self._task])
+        if not self._task.cancelled() and self._task.exception() is not None:
+            logger.debug("a queue position couldn't be told", exc_info=self._task.exception())
         self._task = None
+        self._stopping = False
+        self._latest = None
+        self._changed.clear()
 
 
 def caller_of(context: Context, *, no_wait: bool, reporter: QueueReporter | None = None) -> Caller:

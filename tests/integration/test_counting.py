@@ -42,7 +42,8 @@ def check_turn(told: Told, held: Sequence[int], prompt: Sequence[int], prefix: i
         max(0, matched - prefix),
         min(len(prompt) - prefix, len(prompt) - matched),
     )
-    assert before.dropped + after.dropped == len(held) - min(matched, len(held))
+    # A token that is only evaluated again for its logits never left.
+    assert before.dropped + after.dropped == len(held) - common(held, prompt)
     assert (before.prefix, before.suffix) == (prefix, 0)
     assert (after.prefix, after.suffix) == (prefix, len(prompt) - prefix)
     assert (before.resident, after.resident) == (prefix, len(prompt))
