@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-CANDIDATES = """
+_COMMON = """
     time year people way day man thing woman life child world school state family student
     group country problem hand part place case week company system program question work
     number night point home water room mother area money story fact month lot right study
@@ -23,7 +23,8 @@ CANDIDATES = """
     ground form event official matter center couple site project activity star table need
     court oil situation cost industry figure street image phone data picture practice piece
     land product doctor wall worker news test movie north love support technology step baby
-""".split()
+"""
+CANDIDATES = _COMMON.split()
 
 Tokenize = Callable[[str], Sequence[int]]
 

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.25
 TICK_S = 1.0
+FLUSH_S = 2.0  # for answers that are on their way when the last operation has ended
 WORKER_MODULES = {"llama": "modeld.workers.llama"}
 SERVICE_NAMES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
@@ -75,6 +76,7 @@ class Daemon:
         self._grace_s = config.drain_grace_s
         self._exit_code = EXIT_OK
         self._slots: dict[str, ModelSlot] = {}
+        self._bus = EventBus()
         self._lease: Lease
 
     # --- the gate that every call passes -------------------------------------------------------
@@ -106,11 +108,10 @@ class Daemon:
             await link.start()
             stack.push_async_callback(link.close)
             store = await asyncio.to_thread(ModelStore, self.config.data_root)
-            bus = EventBus()
             for backend in self.config.backends:
-                self._slots[backend] = self._start_slot(backend, link, store, generations, bus)
+                self._slots[backend] = self._start_slot(backend, link, store, generations)
             stack.push_async_callback(self._stop_workers)
-            server, checks = self._build_server(store, generations, bus)
+            server, checks = self._build_server(store, generations)
             await self._tell_health(checks, health_pb2.HealthCheckResponse.SERVING)
             self.endpoints = self._bind(server)
             await server.start()
@@ -137,9 +138,10 @@ class Daemon:
         link: Link,
         store: ModelStore,
         generations: GenerationStore,
-        bus: EventBus,
     ) -> ModelSlot:
-        slot = ModelSlot(backend, config=self.config, store=store, generations=generations, bus=bus)
+        slot = ModelSlot(
+            backend, config=self.config, store=store, generations=generations, bus=self._bus
+        )
         keeper = WorkerKeeper(
             backend,
             LocalLauncher(self._modules[backend], self.config.data_root),
@@ -155,7 +157,7 @@ class Daemon:
         return slot
 
     def _build_server(
-        self, store: ModelStore, generations: GenerationStore, bus: EventBus
+        self, store: ModelStore, generations: GenerationStore
     ) -> tuple[grpc.aio.Server, Any]:
         limit = self.config.max_message_bytes
         server = grpc.aio.server(
@@ -165,7 +167,7 @@ class Daemon:
                 ("grpc.so_reuseport", 0),
             ]
         )
-        services = Services(self, self.config, store, self._slots, bus)
+        services = Services(self, self.config, store, self._slots, self._bus)
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(services), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(services), server)
         daemon_pb2_grpc.add_DaemonServiceServicer_to_server(
@@ -255,6 +257,7 @@ class Daemon:
             self.draining = True
             for slot in self._slots.values():
                 slot.begin_drain()
+            self._bus.emit("drain")  # also ends the streams that watch
             self._stop.set()
         return running, queued
 
@@ -282,7 +285,7 @@ class Daemon:
             await self._stop_workers()
         for task in (waiting, hurry):
             task.cancel()
-        await server.stop(0.5)
+        await server.stop(FLUSH_S)
 
     async def _until_quiet(self) -> None:
         for slot in self._slots.values():
