@@ -93,8 +93,8 @@ def main(arguments: list[str]) -> int:
         )
         for name, case in CASES.items():
             if not options.only or name in options.only:
-                book.say(f"== {name}")
-                case(lab)
+                with book.case(name):
+                    case(lab)
     whole = not options.quick and not options.only
     folder = options.out or REPOSITORY / ("docs" if whole else ".data/bench")
     text, data = report.write(folder, book.rows, facts)

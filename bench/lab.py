@@ -143,6 +143,8 @@ class Lab:
             MODEL, window=self.engine.window, prompt_format=prompt_format
         )
         try:
+            window = session.resolution.context.effective.tokens
+            require(window == self.engine.window, f"the session's window is {window:,} tokens")
             yield session
         finally:
             session.close(discard=True)

@@ -184,17 +184,30 @@ class Book:
         return row
 
     @contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """What breaks outside of any measurement fails the case, and the next one goes on."""
+        self.say(f"== {name}")
+        try:
+            yield
+        except Exception as caught:
+            self._fail(Spec(name, f"the case {name!r}", "product", ""), caught)
+
+    @contextmanager
     def expecting(self, *specs: Spec) -> Iterator[None]:
         """What the block doesn't record, because it failed or forgot, becomes a failed row."""
-        error = "it was not measured"
+        error: Exception = RunFailed("it was not measured")
         try:
             yield
         except Exception as caught:  # a failure is a row, and the rest goes on
-            error = f"{type(caught).__name__}: {caught}"
-            if not self.quiet:
-                traceback.print_exc()
+            error = caught
         recorded = {row.spec.name for row in self.rows}
         for spec in specs:
             if spec.name not in recorded:
-                self.rows.append(Row(spec, error=error))
-                self.say(f"{spec.name}: FAILED: {error}")
+                self._fail(spec, error)
+
+    def _fail(self, spec: Spec, error: Exception) -> None:
+        row = Row(spec, error=f"{type(error).__name__}: {error}")
+        self.rows.append(row)
+        self.say(f"{spec.name}: FAILED: {row.error}")
+        if not self.quiet:
+            traceback.print_exception(error)

@@ -24,6 +24,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", 64 * 1024 * 1024),
     ("grpc.enable_http_proxy", 0),  # the daemon is local; a proxy would only break it
     ("grpc.enable_retries", 0),  # nothing is replayed behind the caller's back
+    # A shared connection may still lead to an owner that another has followed by now.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 

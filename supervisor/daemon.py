@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 0.25
 TICK_S = 1.0
 FLUSH_S = 2.0  # for answers that are on their way when the last operation has ended
+_OWN_SOCKET = ".s-"  # with eight characters behind, no longer than the known name
 WORKER_MODULES = {"llama": "modeld.workers.llama"}
 SERVICE_NAMES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
@@ -99,7 +100,7 @@ class Daemon:
             stack.callback(self._lease.release)
             sweep_leftovers(self.config.data_root)
             generations = GenerationStore.open(
-                self.config.data_root, self._lease.record.generation_floor
+                self.config.data_root, self._lease.record.generation_floor, self._lease.check
             )
             generations.bump("owner takeover")
             # The lease is a second witness of the generation, should its file be lost.
@@ -113,6 +114,7 @@ class Daemon:
             stack.push_async_callback(self._stop_workers)
             server, checks = self._build_server(store, generations)
             await self._tell_health(checks, health_pb2.HealthCheckResponse.SERVING)
+            stack.callback(self._remove_socket)
             self.endpoints = self._bind(server)
             await server.start()
             stack.push_async_callback(server.stop, 0)
@@ -193,17 +195,26 @@ class Daemon:
         return (self._bind_unix(server, self.config.socket_path),)
 
     def _bind_unix(self, server: grpc.aio.Server, path: Path) -> str:
-        path.unlink(missing_ok=True)  # the lease proves that no living daemon listens on it
+        # gRPC removes the path it bound when its server ends, whoever's socket is there by then.
+        # So it binds a name that is this daemon's alone, and the known name is given up by us.
+        own = path.with_name(f"{_OWN_SOCKET}{self.owner_instance_id[:8]}")
         before = os.umask(0o177)  # the socket must never exist with a wider mode
         try:
-            server.add_insecure_port(f"unix:{path}")
-        except RuntimeError as error:
+            for leftover in path.parent.glob(f"{_OWN_SOCKET}*"):
+                leftover.unlink()
+            server.add_insecure_port(f"unix:{own}")
+            own.replace(path)  # the lease proves that no living daemon listens on it
+        except (OSError, RuntimeError) as error:
             raise InvalidRequest.of(
                 "data_root", str(path), "a folder for a socket", str(error)
             ) from None
         finally:
             os.umask(before)
         return f"unix:{path}"
+
+    def _remove_socket(self) -> None:
+        if not self.config.listen and self._lease.still_owner():
+            self.config.socket_path.unlink(missing_ok=True)
 
     def _bind_tcp(self, server: grpc.aio.Server, listen: str) -> str:
         address = split_address(listen)
@@ -282,7 +293,7 @@ class Daemon:
             for slot in self._slots.values():
                 slot.end_grace()
             # The running calls end as SESSION_FATAL when their worker goes.
-            await self._stop_workers()
+            await self._stop_workers(now=True)
         for task in (waiting, hurry):
             task.cancel()
         await server.stop(FLUSH_S)
@@ -291,10 +302,9 @@ class Daemon:
         for slot in self._slots.values():
             await slot.queue.quiet()
 
-    async def _stop_workers(self) -> None:
-        await asyncio.gather(
-            *(slot.keeper.stop(now=self._now.is_set()) for slot in self._slots.values())
-        )
+    async def _stop_workers(self, *, now: bool = False) -> None:
+        now = now or self._now.is_set()
+        await asyncio.gather(*(slot.keeper.stop(now=now) for slot in self._slots.values()))
 
 
 def _refuse_taken(host: str, port: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,22 +45,30 @@ def _crc(generation: int, cause: str) -> int:
 class GenerationStore:
     """The counter. ``bump`` returns only numbers that are already durable."""
 
-    def __init__(self, path: Path, current: int, last_cause: str) -> None:
+    def __init__(
+        self, path: Path, current: int, last_cause: str, check_owner: Callable[[], None]
+    ) -> None:
         self._path = path
+        self._check_owner = check_owner
         self._backup = path.with_name("generation.previous")
         self._current = current
         self._last_cause = last_cause
 
     @classmethod
-    def open(cls, root: Path, floor: int = 0) -> GenerationStore:
+    def open(
+        cls, root: Path, floor: int = 0, check_owner: Callable[[], None] = lambda: None
+    ) -> GenerationStore:
         """Read the counter. ``floor`` is a second witness: the lease's generation floor.
+
+        ``check_owner`` is called before each bump and raises NotOwner once the counter is
+        another's: a process that was stopped must not write over its successor's numbers.
 
         A torn or lost file is answered with a step past everything the remaining witnesses can
         have missed, and logged; it is made durable before this returns. Raises StorageFull.
         """
         path = root / "generation"
         sweep_temps(path)
-        store = cls(path, 0, "")
+        store = cls(path, 0, "", check_owner)
         main, backup = _read(path), _read(store._backup)
         witness = max(main.generation, backup.generation, floor)
         if main.state == "good" and main.generation >= witness:
@@ -88,10 +97,11 @@ class GenerationStore:
     def bump(self, cause: str) -> int:
         """Make the next generation durable and return it.
 
-        Raises StorageFull or OSError; ``current`` then stays, and nothing may be served under a
-        number that wasn't returned. Blocks for the disk: under a millisecond when it is idle, some
-        ten when it is busy.
+        Raises NotOwner, StorageFull or OSError; ``current`` then stays, and nothing may be served
+        under a number that wasn't returned. Blocks for the disk: under a millisecond when it is
+        idle, some ten when it is busy.
         """
+        self._check_owner()
         self._advance(self._current + 1, cause)
         return self._current
 

@@ -98,6 +98,8 @@ OPEN_RETRY_S = 600.0
 # A stream may run ahead of its reader by this many chunks; more are granted in halves.
 CREDIT_CHUNKS = 64
 GRANT_CHUNKS = 32
+# Events that ask for something, which may be refused; all others tell what has happened.
+_REQUESTS = (LoadRequested, SwitchRequested, UnloadRequested, IdleExpired)
 
 
 @dataclass(frozen=True)
@@ -185,12 +187,19 @@ class ModelSlot:
 
         What it says to send to the worker is sent by the method that fed the event, which awaits
         the answer; what runs when a worker dies is failed by the keeper right after this.
+        Where the generation can't be made durable, a request is undone and its error raised.
         """
+        undo = self.machine.checkpoint()
         for instruction in self.machine.apply(event):
             if isinstance(instruction, BumpGeneration):
-                generation = self._generations.bump(instruction.cause)
-                self.sessions.bumped(generation, instruction.cause)
-                self._emit("generation", cause=instruction.cause)
+                try:
+                    self._bump(instruction.cause)
+                except (ModeldError, OSError) as error:
+                    if isinstance(event, _REQUESTS):
+                        undo()
+                        raise
+                    # It happened all the same. Nothing is loaded again before a bump succeeds.
+                    logger.error("no new generation for %r: %s", instruction.cause, error)
             elif isinstance(instruction, EvictSessions):
                 self.sessions.evict()
                 self.queue.release_parked()
@@ -201,6 +210,11 @@ class ModelSlot:
                 self._fail_waiters(instruction)
             elif isinstance(instruction, Publish):
                 self._emit("slot", state=instruction.state.name, cause=self.machine.last_cause)
+
+    def _bump(self, cause: str) -> None:
+        generation = self._generations.bump(cause)
+        self.sessions.bumped(generation, cause)
+        self._emit("generation", cause=cause)
 
     def _fail_waiters(self, instruction: FailWaiters) -> None:
         cause = instruction.cause
@@ -474,8 +488,7 @@ class ModelSlot:
         self._plan(facts, CapacityRequest(), replacing=switching)
         target = SlotModel(model.name, model.digest)
         if switching:
-            self.resident = None
-            self.apply(SwitchRequested(target))
+            self._give_up_resident(SwitchRequested(target))
             await self.call(UnloadOp())
             self.apply(Unloaded())
         else:
@@ -524,10 +537,17 @@ class ModelSlot:
                 )
             return await self._unload(UnloadRequested(cause))
 
+    def _give_up_resident(self, event: Event) -> None:
+        resident, self.resident = self.resident, None
+        try:
+            self.apply(event)
+        except BaseException:
+            self.resident = resident  # nothing was given up
+            raise
+
     async def _unload(self, event: Event) -> int:
         closed = len(self.sessions)
-        self.resident = None
-        self.apply(event)
+        self._give_up_resident(event)
         await self.call(UnloadOp())
         self.apply(Unloaded())
         return closed

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -285,5 +286,14 @@ def sweep_leftovers(data_root: Path) -> list[int]:
                 killed.append(process)
                 log.warning("killed worker %d, left over by an earlier supervisor", pid)
         path.unlink(missing_ok=True)
-    psutil.wait_procs(killed, timeout=_SWEEP_WAIT_S)
+    _wait_until_ended(killed)
     return [process.pid for process in killed]
+
+
+def _wait_until_ended(killed: list[psutil.Process]) -> None:
+    """A zombie has ended: who should reap it may be the earlier supervisor, stopped or hung."""
+    give_up = time.monotonic() + _SWEEP_WAIT_S
+    for process in killed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < give_up:
+                time.sleep(0.01)

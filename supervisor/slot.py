@@ -151,6 +151,20 @@ class SlotMachine:
         self._story.append(f"{before.value} + {event} → {self.state.value}")
         return instructions
 
+    def checkpoint(self) -> Callable[[], None]:
+        """What undoes the next ``apply``, where its first instruction can't be carried out.
+
+        For requests only: what has happened, such as a death, can't be undone.
+        """
+        kept = (self.state, self.model, self.last_model, self.last_cause, self._after_unload)
+        story = tuple(self._story)
+
+        def restore() -> None:
+            self.state, self.model, self.last_model, self.last_cause, self._after_unload = kept
+            self._story = deque(story, maxlen=STORY_LENGTH)
+
+        return restore
+
     @property
     def _load_was_sent(self) -> bool:
         if self.state is SlotState.SWITCHING:
@@ -378,6 +392,8 @@ class SlotMachine:
         return [*bump, *told, *(step for step in stop if step not in bump)]
 
     def _grace_expired(self, event: GraceExpired) -> list[Instruction]:
+        if self.state is SlotState.LOST_OWNER:
+            return []
         if self.state is not SlotState.SHUTTING_DOWN:
             raise self._refuse(event, "nothing is draining")
         return [] if self._worker_stopped else self._stop("the drain's grace is over")

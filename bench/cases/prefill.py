@@ -28,11 +28,12 @@ OVERHEAD = Spec(
 
 
 def run(lab: Lab) -> None:
-    book, control = lab.book, lab.control("bare")
+    book = lab.book
     product: list[float] = []
     bare: list[float] = []
     overhead_ms: list[float] = []
     with book.expecting(PRODUCT, BARE, RATIO, OVERHEAD), lab.session() as session:
+        control = lab.control("bare")
         book.say(f"prefilling {TOKENS:,} tokens")
         session.ensure_prefix(text(lab.words.draw(TOKENS, 0)))
         control.prefill(lab.words.ids(lab.words.draw(TOKENS, 0)))

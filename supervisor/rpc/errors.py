@@ -116,9 +116,8 @@ def _guard(
                         self.gate, context, method.__name__, while_draining=while_draining
                     )
                 answer = await method(self, request, context)
-                if owner:
-                    # A process that was suspended may have lost the data root meanwhile.
-                    self.gate.check_owner()
+                # A process that was suspended may have lost the data root meanwhile.
+                self.gate.check_owner()
                 return answer
             except ModeldError as error:
                 logger.info("refused %s: %s", method.__name__, error.reason)

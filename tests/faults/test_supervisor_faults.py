@@ -325,6 +325,7 @@ def test_a_stopped_owner_that_was_followed_answers_nobody_and_ends(
         assert again.owner_instance_id == new.owner_instance_id
         assert answer(raw_session(again)) == right_answer
         assert new.status().slots[0].worker.restarts == 0
+        assert new.status().generation == root.durable_generation()
 
 
 # --- two at once -------------------------------------------------------------------------------
@@ -335,9 +336,7 @@ def test_of_two_daemons_started_at_once_exactly_one_serves(
 ) -> None:
     with ExitStack() as stack:
         daemons = [root.start() for _ in range(2)]
-        loser = eventually(
-            lambda: next((d for d in daemons if d.process.poll() is not None), None)
-        )
+        loser = eventually(lambda: next((d for d in daemons if d.process.poll() is not None), None))
         winner: RunningDaemon = next(d for d in daemons if d is not loser)
         assert loser.process.returncode == EXIT_REFUSED
         client = stack.enter_context(winner.client())

@@ -152,13 +152,15 @@ async def test_a_call_that_beats_but_makes_no_progress_is_found(tmp_path: Path) 
 
 
 async def test_a_call_that_ignores_its_cancel_is_found(tmp_path: Path) -> None:
-    fault = f"prefill:slow=3600:once={tmp_path / 'struck'}"
+    struck = tmp_path / "struck"
+    fault = f"prefill:slow=3600:once={struck}"
     limits = HeartbeatLimits(silence_s=30.0, cancel_s=0.5)
     async with kept(tmp_path, limits=limits, env={"MODELD_FAULTS": fault}) as k:
         await k.keeper.ready(None)
         await k.open()
         pid = k.keeper.pid or 0
         operation = k.keeper.call(1, EnsureOp(session_id="s", prefix=prompt("x")))
+        await until(struck.exists)  # a cancel that came before the start would be obeyed
         operation.cancel()
         with pytest.raises(SessionFatal, match="ignored a cancel"):
             await operation.result()

@@ -107,9 +107,7 @@ def assert_recovered(
     assert is_gone(pid)
 
 
-def test_death_in_load(
-    root: DataRoot, signum: signal.Signals, right_answer: list[int]
-) -> None:
+def test_death_in_load(root: DataRoot, signum: signal.Signals, right_answer: list[int]) -> None:
     # The second progress report of the first load takes long; the strike comes after the first.
     fault = f"load:after=2:slow=60:once={root.path / 'slowed'}"
     with ExitStack() as stack:

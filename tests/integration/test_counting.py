@@ -111,9 +111,7 @@ def test_a_second_turn_counts_what_it_kept(
     assert report.seen_tokens == warm.final.seen_tokens
 
 
-def test_when_everything_matches_one_token_is_evaluated_again(
-    client: Client, raw: Session
-) -> None:
+def test_when_everything_matches_one_token_is_evaluated_again(client: Client, raw: Session) -> None:
     ask(raw, STORY, " And", 3)
     total = len(text_ids(client, STORY + " And"))
     warm = ask(raw, STORY, " And", 3)
@@ -208,7 +206,11 @@ def test_the_parts_count_as_the_turn_does(client: Client, raw: Session) -> None:
     assert client.status().slots[0].holder_operation == ""
     # Ensuring the same prefix gives the rest up, but keeps it findable.
     again = raw.ensure_prefix(STORY)
-    assert (again.reused, again.prefilled, again.dropped) == (len(prefix), 0, told.final.resident - len(prefix))
+    assert (again.reused, again.prefilled, again.dropped) == (
+        len(prefix),
+        0,
+        told.final.resident - len(prefix),
+    )
     assert (again.resident, again.retained) == (len(prefix), told.final.resident - len(prefix))
     assert again.available == WINDOW - len(prefix)
     # A shorter prefix likewise, and the longer one is found again.

@@ -146,7 +146,9 @@ def core(loaded_core: Core) -> Iterator[Core]:
     loaded_core.close_all()
 
 
-def assert_same_logits(core: Core, reference: Reference, got: Logits, session_id: str = "a") -> None:
+def assert_same_logits(
+    core: Core, reference: Reference, got: Logits, session_id: str = "a"
+) -> None:
     splits = core.traced.splits[core.context(session_id)]
     fresh = reference.logits(splits)
     assert got.tobytes() == fresh.tobytes(), float(np.abs(got - fresh).max())

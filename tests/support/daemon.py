@@ -22,7 +22,7 @@ import grpc
 import psutil
 
 from modeld.client import Client, DiscoveryError
-from modeld.client.errors import ConnectionLost, typed_error
+from modeld.client.errors import ConnectionLost, from_rpc_error
 from modeld.v1 import daemon_pb2_grpc, model_pb2_grpc, session_pb2_grpc
 
 REPOSITORY = Path(__file__).parents[2]
@@ -37,15 +37,18 @@ SETTINGS: Mapping[str, object] = {"threads": 2, "idle_release_s": 0, "floor_wind
 class RunningDaemon:
     """One daemon process and its data root."""
 
+    program: tuple[str, ...] = ("-m", "modeld")
+
     def __init__(self, data_root: Path, settings: Mapping[str, object]) -> None:
         self.data_root = data_root
         flags = [
-            f"--{name.replace('_', '-')}={value}" for name, value in (SETTINGS | settings).items()
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in {**SETTINGS, **settings}.items()
         ]
         self.log_path = data_root / "daemon.log"
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "modeld", "--data-root", str(data_root), "serve", *flags],
+                [sys.executable, *self.program, "--data-root", str(data_root), "serve", *flags],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=REPOSITORY,
@@ -119,9 +122,9 @@ class Stubs:
         self.channel = grpc.insecure_channel(
             daemon.endpoint, options=[("grpc.use_local_subchannel_pool", 1)]
         )
-        self.sessions = session_pb2_grpc.SessionServiceStub(self.channel)
-        self.models = model_pb2_grpc.ModelServiceStub(self.channel)
-        self.daemon = daemon_pb2_grpc.DaemonServiceStub(self.channel)
+        self.sessions: Any = session_pb2_grpc.SessionServiceStub(self.channel)
+        self.models: Any = model_pb2_grpc.ModelServiceStub(self.channel)
+        self.daemon: Any = daemon_pb2_grpc.DaemonServiceStub(self.channel)
 
     def metadata(self, owner: str | None = None) -> tuple[tuple[str, str], ...]:
         return (("modeld-owner", self.owner if owner is None else owner),)
@@ -145,9 +148,7 @@ def typed() -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise typed_error(
-            error.code(), error.details() or "", error.trailing_metadata()
-        ) from None
+        raise from_rpc_error(error) from None
 
 
 class Background:

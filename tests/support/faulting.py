@@ -39,14 +39,16 @@ class DataRoot:
         self.path = path
         self.daemons: list[RunningDaemon] = []
 
-    def start(self, *, faults: str = "", **settings: object) -> RunningDaemon:
+    def start(
+        self, kind: type[RunningDaemon] = RunningDaemon, *, faults: str = "", **settings: object
+    ) -> RunningDaemon:
         """Start a daemon; it may still be on its way when this returns."""
         for daemon in self.daemons:  # the next one would overwrite the log
             if daemon.log_path.name == "daemon.log":
                 aside = self.path / f"daemon-{daemon.process.pid}.log"
                 daemon.log_path = daemon.log_path.rename(aside)
         with _environment(FAULTS, faults):
-            daemon = RunningDaemon(self.path, settings)
+            daemon = kind(self.path, settings)
         self.daemons.append(daemon)
         return daemon
 

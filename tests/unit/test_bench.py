@@ -157,6 +157,12 @@ def test_a_row_that_was_forgotten_or_has_no_samples_is_a_failed_row(book: Book) 
     assert [row.verdict for row in book.rows] == ["failed", "failed"]
 
 
+def test_what_breaks_outside_of_any_measurement_is_a_failed_row_too(book: Book) -> None:
+    with book.case("decode"):
+        lose_the_daemon()
+    assert [(row.spec.name, row.verdict) for row in book.rows] == [("decode", "failed")]
+
+
 def test_an_interrupt_is_not_swallowed(book: Book) -> None:
     with pytest.raises(KeyboardInterrupt), book.expecting(DELAY):
         raise KeyboardInterrupt
