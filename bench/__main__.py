@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,8 @@ def main(arguments: list[str]) -> int:
         few=2 if options.quick else 3,
     )
     book = Book()
+    # So that a terminated run takes its daemons and controls with it.
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     with Lab(plan, book) as lab:
         facts["engine"] = (
             f"{model.name}, window {lab.engine.window:,}, batch {lab.engine.n_batch}, "

@@ -682,6 +682,7 @@ class ModelSlot:
             model=request.model,
             profile_id=request.profile_id,
             prompt_format=request.prompt_format,
+            capacity=request.capacity,
         )
         session.attached = True
         session.used_at = time.monotonic()

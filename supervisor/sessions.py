@@ -157,15 +157,28 @@ class SessionRegistry:
         ]
 
 
-def check_attach(session: Session, *, model: str, profile_id: str, prompt_format: str) -> None:
-    """Whether a caller may attach by key; raises ManifestMismatch naming what differs."""
-    wanted = {
+def check_attach(
+    session: Session,
+    *,
+    model: str,
+    profile_id: str,
+    prompt_format: str,
+    capacity: CapacityRequest,
+) -> None:
+    """Whether a caller may attach by key; raises ManifestMismatch naming what differs.
+
+    A caller that names no window takes the session's.
+    """
+    wanted: dict[str, tuple[object, object]] = {
         "model": (model, session.model),
         "profile_id": (profile_id, session.identity.profile_id),
         "prompt_format": (
             prompt_format or session.identity.prompt_format,
             session.identity.prompt_format,
         ),
+        "window": (capacity.window or session.request.window, session.request.window),
+        "k_type": (capacity.k_type, session.request.k_type),
+        "v_type": (capacity.v_type, session.request.v_type),
     }
     for name, (asked, actual) in wanted.items():
         if asked != actual:

@@ -58,8 +58,10 @@ async def test_a_native_crash_in_a_call_ends_that_call_with_its_signal(
         await k.keeper.ready(None)
         await k.open()
         pid = k.keeper.pid or 0
-        running = k.keeper.call(1, decode(max_tokens=50), credit=100)
+        # Without credit it waits after its first token, so the crash comes after both are sent.
+        running = k.keeper.call(1, decode(max_tokens=50, stream_interval_ms=0))
         queued = k.keeper.call(1, DetokenizeOp(ids=[1]))
+        running.grant(100)
         for operation in (running, queued):
             with pytest.raises(SessionFatal) as caught:
                 await operation.result()

@@ -261,6 +261,35 @@ def test_decoding_on_continues_the_answer_and_counts_its_last_token(
     assert second.final.resident == whole + 5
 
 
+def test_an_empty_suffix_leaves_the_prefix_to_decode_from(client: Client, raw: Session) -> None:
+    prefix = len(text_ids(client, STORY))
+    ask(raw, STORY, " And then", 4)
+    raw.ensure_prefix(STORY)
+    status = raw.prefill_suffix("")
+    assert (status.suffix, status.prefilled, status.resident) == (0, 0, prefix)
+    told = go_on(raw, 3)
+    assert told.final.prefilled == 1, "the prefix's last token is evaluated again for its logits"
+    assert told.final.resident == prefix + 2
+
+
+def test_an_answer_cut_within_a_token_is_recomputed_from_its_text_and_said_so(
+    chat: Session,
+) -> None:
+    plain = chat.chat("You are a storyteller.").send("Tell a story.", max_tokens=20).read()
+    middle = plain.rindex(" ") - 3  # within a word, so within a token or at an odd place
+    talk = chat.chat("You are a storyteller.")
+    stopped = talk.send("Tell a story.", max_tokens=20, stop=[plain[middle : middle + 6]])
+    assert stopped.read() == plain[:middle]
+    assert stopped.final is not None
+    more = talk.send("Go on.", max_tokens=3)
+    more.read()
+    assert more.prefix_status is not None
+    cut = stopped.final.resident
+    assert more.prefix_status.turns_recomputed in (0, 1)
+    assert more.prefix_status.reused >= cut - 1
+    assert more.prefix_status.reused + more.prefix_status.prefilled == more.prefix_status.prefix
+
+
 def test_what_was_seen_only_grows(client: Client, raw: Session) -> None:
     whole = len(text_ids(client, STORY + " And"))
     first = ask(raw, STORY, " And", 4)

@@ -100,12 +100,12 @@ class Core(CoreHarness):
         self.turns = 0
         self.loaded = self.run(load_request(model), FakeOp())
 
-    def open_real(self, session_id: str, prompt_format: str) -> None:
+    def open_real(self, session_id: str, prompt_format: str, window: int = 1024) -> None:
         self.run(
             OpenOp(
                 session_id=session_id,
                 prompt_format=prompt_format,
-                window=1024,
+                window=window,
                 k_type="f16",
                 v_type="f16",
                 kv_digest="kv",
@@ -126,6 +126,8 @@ class Core(CoreHarness):
         before = self.run(EnsureOp(session_id=session_id, prefix=prefix))
         after = self.run(SuffixOp(session_id=session_id, suffix=suffix))
         numbers = [before.reused + after.reused, before.prefilled + after.prefilled]  # type: ignore[union-attr]
+        if not after.suffix:  # type: ignore[union-attr]
+            self.decode(options(1), session_id)  # which evaluates the prefix's last token again
         return self.context(session_id).logits().copy(), numbers
 
     def close_all(self) -> None:
@@ -150,7 +152,7 @@ def assert_same_logits(
     core: Core, reference: Reference, got: Logits, session_id: str = "a"
 ) -> None:
     splits = core.traced.splits[core.context(session_id)]
-    fresh = reference.logits(splits)
+    fresh = reference.logits(splits, window=core.context(session_id).window)
     assert got.tobytes() == fresh.tobytes(), float(np.abs(got - fresh).max())
 
 
@@ -221,6 +223,18 @@ def test_logits_over_a_prefix_of_another_session_are_those_of_a_fresh_context(
     got, (reused, evaluated) = core.prompt_logits(raw(STORY * 3), raw(" But no"), "b")
     assert reused == len(reference.encode(STORY * 3))
     assert evaluated == len(reference.encode(STORY * 3 + " But no")) - reused
+    assert_same_logits(core, reference, got, "b")
+
+
+@pytest.mark.parametrize(("first", "second"), [(512, 2048), (2048, 512)])
+def test_logits_over_a_prefix_copied_from_another_window_are_those_of_a_fresh_context(
+    core: Core, reference: Reference, first: int, second: int
+) -> None:
+    core.open_real("a", "raw", first)
+    core.turn(raw(STORY * 3), raw(" And then"), options(2))
+    core.open_real("b", "raw", second)
+    got, (reused, _evaluated) = core.prompt_logits(raw(STORY * 3), raw(" But no"), "b")
+    assert reused == len(reference.encode(STORY * 3))
     assert_same_logits(core, reference, got, "b")
 
 

@@ -604,6 +604,13 @@ def test_adapters_images_and_structured_output_name_their_capability(
         assert refused.value.metadata["capability"] == "structured_output"
 
 
+def test_tools_that_the_template_would_drop_are_refused(chat: Session) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with unchanged(chat), pytest.raises(UnsupportedFeature) as refused:
+        ask(chat, [system("x")], [user("y")], 1, tools=[tool])
+    assert refused.value.metadata["capability"] == "tools"
+
+
 def test_capabilities_say_no_to_what_is_refused(chat: Session) -> None:
     for name in ("snapshot", "cold_store", "fork", "embed", "overflow.evict", "layout.batched"):
         assert chat.capabilities[name].answer == "no"

@@ -156,11 +156,35 @@ def test_a_session_is_attached_by_its_key_with_all_it_holds(client: Client, othe
     again = ask(attached, STORY, " And", 3)
     assert (again.before.prefilled, again.after.prefilled) == (0, 1)
     assert [s.attached for s in client.sessions()] == [True]
+    assert other.open_session(MODEL, session_key="shared").handle == session.handle
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt_format", "chat"),
+        ("profile_id", "another"),
+        ("window", 1024),
+        ("k_type", "q8_0"),
+        ("v_type", "f32"),
+    ],
+)
+def test_a_key_is_refused_to_who_asks_for_another_session_than_it_names(
+    client: Client, other: Client, field: str, value: Any
+) -> None:
+    session = raw_session(client, session_key="shared")
+    options = {"window": 512, "prompt_format": "raw", field: value}
     with pytest.raises(ManifestMismatch) as refused:
-        other.open_session(MODEL, session_key="shared", prompt_format="chat")
-    assert refused.value.metadata["field"] == "prompt_format"
-    with pytest.raises(ManifestMismatch):
-        raw_session(other, session_key="shared", profile_id="another")
+        other.open_session(MODEL, session_key="shared", **options)
+    assert refused.value.metadata["field"] == field
+    assert refused.value.metadata["asserted"] == str(value)
+    assert session.explain().resident == 0
+
+
+def test_sessions_of_other_kv_types_share_nothing(client: Client, other: Client) -> None:
+    ask(raw_session(client), STORY * 3, " And", 2)
+    told_ = ask(raw_session(other, k_type="q8_0"), STORY * 3, " And", 2)
+    assert (told_.before.reused, told_.before.copied) == (0, 0)
 
 
 # --- queueing ------------------------------------------------------------------------------------
@@ -270,6 +294,32 @@ def test_a_turn_kept_over_its_parts_is_not_interrupted(client: Client, other: Cl
     mine.prefill_suffix(" two", turn_id="t")
     mine.decode(max_tokens=2, turn_id="t").read()
     assert len(ask(yours, " One", " two", 1, no_wait=True).ids) == 1
+
+
+def test_a_waiting_call_that_is_cancelled_leaves_the_queue(client: Client, other: Client) -> None:
+    waiting = raw_session(other)
+    holder = Holder(client, raw_session(client))
+    stream = waiting.turn(" One", " two", max_tokens=1)
+    reading = Background(stream.read)
+    eventually(lambda: client.status().slots[0].queued == 1)
+    stream.cancel()
+    assert reading.result() == ""
+    eventually(lambda: client.status().slots[0].queued == 0)
+    holder.release()
+    assert waiting.explain().seen_tokens == 0
+
+
+def test_a_load_whose_caller_went_away_leaves_the_next_open_working(
+    client: Client, stubs: Stubs
+) -> None:
+    client.unload_model(force=True)
+    request = pb.OpenSessionRequest(model=MODEL, window=512)
+    call = stubs.sessions.OpenSessionStream(request, metadata=stubs.metadata())
+    assert next(call).HasField("progress")
+    call.cancel()
+    with client.open_session(MODEL, window=512) as session:
+        assert len(ask(session, [], [user("x")], 1).ids) == 1
+        assert len(client.sessions()) == 1
 
 
 # --- stopping ------------------------------------------------------------------------------------
