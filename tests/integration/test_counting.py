@@ -11,6 +11,7 @@ import pytest
 from modeld.client import Client, GeneratedTurn, InvalidRequest, MissReason, Session, StopReason
 from tests.support.daemon import MODEL
 from tests.support.product import Told, ask, common, go_on, prompt_ids, system, text_ids, user
+from tests.support.reference import Reference
 
 pytestmark = pytest.mark.real
 
@@ -273,21 +274,21 @@ def test_an_empty_suffix_leaves_the_prefix_to_decode_from(client: Client, raw: S
 
 
 def test_an_answer_cut_within_a_token_is_recomputed_from_its_text_and_said_so(
-    chat: Session,
+    chat: Session, reference: Reference
 ) -> None:
-    plain = chat.chat("You are a storyteller.").send("Tell a story.", max_tokens=20).read()
-    middle = plain.rindex(" ") - 3  # within a word, so within a token or at an odd place
-    talk = chat.chat("You are a storyteller.")
-    stopped = talk.send("Tell a story.", max_tokens=20, stop=[plain[middle : middle + 6]])
-    assert stopped.read() == plain[:middle]
-    assert stopped.final is not None
-    more = talk.send("Go on.", max_tokens=3)
-    more.read()
-    assert more.prefix_status is not None
-    cut = stopped.final.resident
-    assert more.prefix_status.turns_recomputed in (0, 1)
-    assert more.prefix_status.reused >= cut - 1
-    assert more.prefix_status.reused + more.prefix_status.prefilled == more.prefix_status.prefix
+    asked = ([system("You are a storyteller.")], [user("Tell a story.")])
+    plain = ask(chat, *asked, 24)
+    pieces = [reference.text([token]) for token in plain.ids]
+    long = next(i for i, piece in enumerate(pieces) if i > 4 and len(piece) > 5)
+    cut = len("".join(pieces[:long])) + 3
+    stopped = ask(chat, *asked, 24, stop=[plain.text[cut : cut + 3]])
+    assert stopped.text == plain.text[:cut]
+    assert stopped.turn is not None
+    more = ask(chat, [*asked[0], *asked[1], stopped.turn], [user("Go on.")], 3)
+    assert more.before.turns_recomputed == 1
+    # What was sampled before the cut stands for the text all the same, as far as it is resident.
+    assert more.before.reused <= stopped.final.resident
+    assert more.before.reused + more.before.prefilled == more.before.prefix
 
 
 def test_what_was_seen_only_grows(client: Client, raw: Session) -> None:

@@ -227,7 +227,7 @@ def test_raw_text_knows_control_tokens_only_where_asked(client: Client) -> None:
 
 # --- the window ----------------------------------------------------------------------------------
 
-WINDOW = 512
+WINDOW = 256
 
 
 @pytest.fixture
