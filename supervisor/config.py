@@ -7,9 +7,11 @@ a setting does. The settings themselves stand in ``settings``.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import logging
 import os
 import re
+import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,7 +77,13 @@ class Config:
 
     @property
     def socket_path(self) -> Path:
-        return self.data_root / SOCKET_NAME
+        """In the data root, or, where that path is too long for a socket, in a short folder of
+        this user's that is named after the data root."""
+        path = self.data_root / SOCKET_NAME
+        if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+            return path
+        name = hashlib.sha256(os.fsencode(self.data_root)).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"modeld-{os.getuid()}-{name}" / SOCKET_NAME
 
     @property
     def tls(self) -> bool:
@@ -225,12 +233,4 @@ def _check_together(config: Config, sources: Mapping[str, str]) -> None:
     if config.n_ubatch > config.n_batch:
         raise refuse(
             "n_ubatch", f"n_ubatch ({config.n_ubatch}) is more than n_batch ({config.n_batch})."
-        )
-    length = len(os.fsencode(config.socket_path))
-    if address is None and length > MAX_SOCKET_PATH_BYTES:
-        raise ConfigError(
-            f"The data root {config.data_root} is too long for a unix socket: {length} bytes with "
-            f"{SOCKET_NAME}, {MAX_SOCKET_PATH_BYTES} are allowed. Choose a shorter --data-root, "
-            "or set listen to a loopback host:port.",
-            metadata={"field": "data_root", "value": config.data_root},
         )

@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from modeld.shared.errors import InvalidRequest, ModeldError, NotOwner
 from modeld.shared.ids import new_instance_id
 from modeld.supervisor.config import Config, split_address
+from modeld.supervisor.durable import private_folder
 from modeld.supervisor.events import EventBus
 from modeld.supervisor.fleet import HeartbeatLimits, WorkerKeeper
 from modeld.supervisor.generation import GenerationStore
@@ -105,7 +106,7 @@ class Daemon:
             generations.bump("owner takeover")
             # The lease is a second witness of the generation, should its file be lost.
             self._lease.renew(generation_floor=generations.current)
-            link = Link(self.owner_instance_id, HEARTBEAT_INTERVAL_S)
+            link = Link(self.owner_instance_id, HEARTBEAT_INTERVAL_S, self.config.data_root / "run")
             await link.start()
             stack.push_async_callback(link.close)
             store = await asyncio.to_thread(ModelStore, self.config.data_root)
@@ -198,6 +199,8 @@ class Daemon:
         # gRPC removes the path it bound when its server ends, whoever's socket is there by then.
         # So it binds a name that is this daemon's alone, and the known name is given up by us.
         own = path.with_name(f"{_OWN_SOCKET}{self.owner_instance_id[:8]}")
+        if path.parent != self.config.data_root:
+            private_folder(path.parent)
         before = os.umask(0o177)  # the socket must never exist with a wider mode
         try:
             for leftover in path.parent.glob(f"{_OWN_SOCKET}*"):

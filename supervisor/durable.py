@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -124,3 +125,17 @@ def ensure_data_root(root: Path) -> Path:
             f"The system says: {error.strerror}. Choose another: --data-root, MODELD_DATA_ROOT.",
         ) from None
     return root
+
+
+def private_folder(path: Path) -> Path:
+    """Make sure that ``path`` is a folder of this user's alone.
+
+    Raises PermissionError where another user made it first: what is put there could be replaced.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(f"{path} is not a folder of this user's")
+    if status.st_mode & 0o077:
+        path.chmod(0o700)
+    return path

@@ -46,6 +46,7 @@ from modeld.shared.messages import (
     Welcome,
     WireError,
 )
+from modeld.supervisor.durable import private_folder
 from modeld.supervisor.lifecycle import (
     OperationEvent,
     OperationInstruction,
@@ -263,7 +264,11 @@ class Peer:
 class Link:
     """The ROUTER socket. All methods run on the loop's thread."""
 
-    def __init__(self, owner_id: str, heartbeat_interval_s: float) -> None:
+    def __init__(
+        self, owner_id: str, heartbeat_interval_s: float, folder: Path | None = None
+    ) -> None:
+        """``folder``: where the socket goes if its path is short enough; else a temporary one."""
+        self._wanted = folder
         self.owner_id = owner_id
         self.heartbeat_interval_s = heartbeat_interval_s
         self.counters = LinkCounters()
@@ -280,7 +285,7 @@ class Link:
     async def start(self) -> str:
         """Bind in a private folder; returns the endpoint that workers connect to."""
         self.loop = asyncio.get_running_loop()
-        self._folder = _private_folder()
+        self._folder = _socket_folder(self._wanted)
         self._context = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -452,8 +457,13 @@ def _not_sent(why: str) -> WorkerUnavailable:
     )
 
 
-def _private_folder() -> Path:
-    """A new 0700 folder whose path leaves room for the socket's; raises OSError if none will do."""
+def _socket_folder(wanted: Path | None) -> Path:
+    """A 0700 folder whose path leaves room for the socket's; raises OSError if none will do.
+
+    A folder of the owner's own is used again after a crash; a temporary one would stay behind.
+    """
+    if wanted is not None and len(os.fsencode(wanted)) + 5 <= _SOCKET_PATH_LIMIT:
+        return private_folder(wanted)
     candidates = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"]
     for base in candidates:
         # mkdtemp adds "modeld-" and 8 characters, the socket "/link".

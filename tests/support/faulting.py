@@ -211,5 +211,3 @@ def ends(pids: list[int], limit_s: float = 30.0) -> None:
         return found
 
     eventually(lambda: not running(), limit_s)
-
-

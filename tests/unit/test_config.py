@@ -171,8 +171,10 @@ def test_defaults_give_way_but_what_was_asked_for_must_agree(tmp_path: Path) -> 
         load_config({"n_batch": 128, "n_ubatch": 256}, {}, tmp_path)
 
 
-def test_data_root_too_long_for_a_socket_is_refused_unless_tcp(tmp_path: Path) -> None:
-    root = tmp_path / ("d" * 100)
-    with pytest.raises(ConfigError, match="too long for a unix socket"):
-        load_config({}, {}, root)
-    assert load_config({"listen": "127.0.0.1:0"}, {}, root).data_root == root
+def test_data_root_too_long_for_a_socket_gets_a_short_one_of_its_own(tmp_path: Path) -> None:
+    long, other = tmp_path / ("d" * 100), tmp_path / ("e" * 100)
+    path = load_config({}, {}, long).socket_path
+    assert len(str(path).encode()) <= 107
+    assert path == load_config({}, {}, long).socket_path
+    assert path != load_config({}, {}, other).socket_path
+    assert load_config({}, {}, tmp_path).socket_path == tmp_path / "modeld.sock"
