@@ -91,6 +91,8 @@ class Daemon:
     async def run(self) -> int:
         """Serve until drained. Raises ModeldError if it can't start, leaving nothing behind."""
         loop = asyncio.get_running_loop()
+        if (address := split_address(self.config.listen)) is not None:
+            _refuse_taken(*address)  # before anything is started that would have to be undone
         async with contextlib.AsyncExitStack() as stack:
             self._lease = Lease.acquire(
                 self.config.data_root,
@@ -222,7 +224,6 @@ class Daemon:
     def _bind_tcp(self, server: grpc.aio.Server, listen: str) -> str:
         address = split_address(listen)
         assert address is not None  # checked with the configuration
-        _refuse_taken(*address)
         try:
             if self.config.tls:
                 port = server.add_secure_port(listen, self._credentials())

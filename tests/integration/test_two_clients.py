@@ -51,7 +51,7 @@ from tests.support.reference import Reference
 pytestmark = pytest.mark.real
 
 STORY = " The keeper wrote what the sea had brought. Storms came and went; the light did not."
-LONG = STORY * 20  # some 400 tokens
+LONG = STORY * 12  # some 240 tokens
 
 
 @pytest.fixture
@@ -562,7 +562,7 @@ def test_unloading_is_refused_with_sessions_forced_and_idempotent(narrow: Client
 
 
 def test_an_idle_slot_gives_its_memory_back_and_a_key_reopens(demo_model: Path) -> None:
-    with running_daemon(demo_model, idle_release_s=2) as daemon, daemon.client() as client:
+    with running_daemon(demo_model, idle_release_s=4) as daemon, daemon.client() as client:
         session = raw_session(client, window=4096, session_key="mine")
         first = ask(session, STORY, " And", 3)
         worker = psutil.Process(client.status().slots[0].worker.pid)
