@@ -146,6 +146,8 @@ class ChunkStream:
 
     def _attempt(self) -> Generator[Chunk, None, None]:
         self._stream = self._source.send(self._make_call())
+        if self._asked_to_cancel():  # by another thread, while the call was on its way
+            self._stream.cancel()
         try:
             for kind, value in self._stream:
                 if self._on_event is not None:

@@ -523,8 +523,15 @@ class ModelSlot:
 
     async def unload(self, caller: Caller, *, force: bool, cause: str = "unload") -> int | None:
         """Unload what is resident; how many sessions closed, or None if nothing was resident."""
-        if self.resident is None:
-            return None
+        while self.resident is not None:
+            try:
+                return await self._unload_when_free(caller, force, cause)
+            except GenerationStale:
+                # The slot was reset while this call waited; it has no handle that could be stale.
+                continue
+        return None
+
+    async def _unload_when_free(self, caller: Caller, force: bool, cause: str) -> int | None:
         async with self.hold("", "unload", caller, exclusive=True):
             if not self.model_name:  # another caller's unload came first
                 return None

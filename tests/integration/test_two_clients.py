@@ -81,9 +81,10 @@ def turn_request(session: Session, prefix: str, suffix: str, **options: Any) -> 
 
 
 class Holder:
-    """A turn that holds the slot until it is released."""
+    """A turn that holds the slot until it is released, in a window that lasts long enough."""
 
-    def __init__(self, client: Client, session: Session) -> None:
+    def __init__(self, client: Client) -> None:
+        session = raw_session(client, window=8192)
         self.stream = session.turn(" Count", " on", max_tokens=0, ignore_eos=True)
         next(self.stream.chunks())
         self._reading = Background(self._read)
@@ -193,8 +194,8 @@ def test_sessions_of_other_kv_types_share_nothing(client: Client, other: Client)
 def test_turns_of_two_sessions_alternate_however_many_one_asks(
     client: Client, stubs: Stubs
 ) -> None:
-    a, b, holding = (raw_session(client) for _ in range(3))
-    holder = Holder(client, holding)
+    a, b = raw_session(client), raw_session(client)
+    holder = Holder(client)
     finished: list[str] = []
     lock = threading.Lock()
 
@@ -218,7 +219,7 @@ def test_a_caller_that_wont_wait_learns_its_place_and_the_holder(
     client: Client, other: Client
 ) -> None:
     waiting = raw_session(other)
-    holder = Holder(client, raw_session(client))
+    holder = Holder(client)
     with pytest.raises(ModelBusy) as refused:
         ask(waiting, " One", " two", 1, no_wait=True)
     told_ = refused.value.metadata
@@ -238,7 +239,7 @@ def test_a_deadline_in_the_queue_is_busy_not_deadline_exceeded(
     client: Client, other: Client
 ) -> None:
     waiting = raw_session(other)
-    holder = Holder(client, raw_session(client))
+    holder = Holder(client)
     with pytest.raises(ModelBusy) as refused:
         waiting.turn(" One", " two", max_tokens=1, timeout=1.0).read()
     assert refused.value.metadata["holder_operation"] == "turn"
@@ -259,7 +260,7 @@ def test_a_deadline_in_a_running_turn_ends_it_and_leaves_the_session(client: Cli
 
 def test_waiting_streams_are_told_their_place(client: Client, other: Client) -> None:
     waiting, second = raw_session(other), raw_session(other)
-    holder = Holder(client, raw_session(client))
+    holder = Holder(client)
     seen: dict[str, list[QueueStatus]] = {"first": [], "second": []}
 
     def collect(name: str) -> Any:
@@ -298,7 +299,7 @@ def test_a_turn_kept_over_its_parts_is_not_interrupted(client: Client, other: Cl
 
 def test_a_waiting_call_that_is_cancelled_leaves_the_queue(client: Client, other: Client) -> None:
     waiting = raw_session(other)
-    holder = Holder(client, raw_session(client))
+    holder = Holder(client)
     stream = waiting.turn(" One", " two", max_tokens=1)
     reading = Background(stream.read)
     eventually(lambda: client.status().slots[0].queued == 1)

@@ -32,7 +32,7 @@ def limit_writes(data_root: Path) -> None:
     marker = data_root / "full"
 
     def maybe_full(fd: int, data: bytes) -> int:
-        if marker.exists() and os.readlink(f"/proc/self/fd/{fd}").startswith(str(data_root)):
+        if marker.exists() and Path(f"/proc/self/fd/{fd}").readlink().is_relative_to(data_root):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written: int = write(fd, data)
         return written
