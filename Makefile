@@ -47,7 +47,7 @@ lint: $(VENV)/.dev
 
 type: $(VENV)/.dev
 	$(BIN)/mypy -p modeld
-	$(BIN)/mypy tests bench
+	MYPYPATH=src:. $(BIN)/mypy tests bench
 
 proto: $(VENV)/.dev
 	rm -f proto/modeld/v1/*_pb2.py proto/modeld/v1/*_pb2.pyi proto/modeld/v1/*_pb2_grpc.py proto/modeld/v1/*_pb2_grpc.pyi

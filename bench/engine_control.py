@@ -153,7 +153,8 @@ class Engine:
         return int(self._context.logits().argmax())
 
     def next(self, token: int) -> int:
-        self._evaluate([token])
+        self._context.step(token, self._length)
+        self._length += 1
         return int(self._context.logits().argmax())
 
     def decode(

@@ -512,7 +512,11 @@ class ModelSlot:
             result = await self.call(request, on_data=on_data)
         except BaseException as error:
             if self.machine.state in (SlotState.LOADING, SlotState.SWITCHING):
-                self.apply(LoadFailed(_cause(error)))
+                given_up = isinstance(error, asyncio.CancelledError)
+                self.apply(LoadFailed(_cause(error), given_up))
+                if given_up:
+                    # The cancel may have come too late: what the worker loaded must go.
+                    self.spawn(self._discard_load())
             raise
         assert isinstance(result, LoadResult)
         self.resident = Resident(model, facts, result)
@@ -520,6 +524,10 @@ class ModelSlot:
         self.apply(LoadDone())
         self.idle.touch(time.monotonic())
         return time.monotonic() - started
+
+    async def _discard_load(self) -> None:
+        with contextlib.suppress(ModeldError):
+            await self.call(UnloadOp())
 
     async def unload(self, caller: Caller, *, force: bool, cause: str = "unload") -> int | None:
         """Unload what is resident; how many sessions closed, or None if nothing was resident."""

@@ -255,6 +255,8 @@ class SlotMachine:
         if not self._load_was_sent:
             raise self._refuse(event, "nothing is being loaded")
         self.last_cause = event.reason
+        if event.given_up:
+            return self._vacate(SlotState.EMPTY)
         failed = FailWaiters("MODEL_LOAD_FAILED", event.reason)
         return [failed, *self._vacate(SlotState.FAILED)]
 

@@ -56,9 +56,10 @@ class LoadDone:
 
 @dataclass(frozen=True)
 class LoadFailed:
-    """The engine refused the model; the worker lives."""
+    """The engine refused the model, or the load was given up; the worker lives."""
 
     reason: str
+    given_up: bool = False  # by its caller: nothing is wrong with the model
 
 
 @dataclass(frozen=True)

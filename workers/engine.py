@@ -59,8 +59,13 @@ class EngineContext(Protocol):
 
         Fewer than all only when ``cancelled`` turned true: whole micro-batches, which stay. The
         caller guarantees that ``position`` is the current length and that all fits ``window``.
+        For the tokens of prompts: where the engine computes a lone token by other routines than
+        several, that is hidden here, so that a prompt's results don't depend on how it is split.
         Raises SessionFatal when the engine reports an error after which the state is unknown.
         """
+
+    def step(self, token: int, position: int) -> None:
+        """Append one sampled token, as fast as the engine can. Raises as ``evaluate`` does."""
 
     def logits(self) -> Logits:
         """Logits of the last evaluated token, shape (vocab_size,).

@@ -110,11 +110,12 @@ class PooledContext:
         return done
 
     def append(self, token: int, cancelled: Cancelled) -> bool:
-        """Evaluate one token; False if it was not, being cancelled. The decode loop's step."""
+        """Evaluate one sampled token; False if it was not, being cancelled."""
         length = self._length
         self._logits_current = False
-        if self.engine_context.evaluate((token,), length, cancelled=cancelled) != 1:
+        if cancelled():
             return False
+        self.engine_context.step(token, length)
         self._buffer[length] = token
         self._length = length + 1
         self._logits_current = True

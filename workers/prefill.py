@@ -254,7 +254,15 @@ def ensure_logits(session: Session, context: OpContext) -> tuple[int, bool]:
         keep = 0
     tokens = [*entry.tokens[keep:logical].tolist(), *missing]
     entry.trim(keep)
-    done = entry.extend(tokens, _polled(context))
+    # Sampled tokens go one by one, as they did or would have when they were sampled.
+    prompt = max(0, session.prompt - keep)
+    cancelled = _polled(context)
+    done = entry.extend(tokens[:prompt], cancelled) if prompt else 0
+    if done == min(prompt, len(tokens)):
+        for token in tokens[prompt:]:
+            if not entry.append(token, cancelled):
+                break
+            done += 1
     session.logical = keep + done
     session.seen_tokens += done
     session.counters["evaluated_tokens"] += done

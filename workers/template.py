@@ -86,7 +86,20 @@ class ChatTemplate:
     def render_plain(
         self, messages: Sequence[Plain], tools: Sequence[Plain], add_generation_prompt: bool
     ) -> str:
-        """Render what ``plain_message`` and ``plain_tools`` made."""
+        """Render what ``plain_message`` and ``plain_tools`` made.
+
+        Raises as ``render`` does; UnsupportedFeature too where tool calls leave no trace.
+        """
+        text = self._rendered(messages, tools, add_generation_prompt)
+        if any("tool_calls" in message for message in messages):
+            bare = [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]
+            if text == self._rendered(bare, tools, add_generation_prompt):
+                raise unsupported("tools", "The model's chat template leaves tool calls out.")
+        return text
+
+    def _rendered(
+        self, messages: Sequence[Plain], tools: Sequence[Plain], add_generation_prompt: bool
+    ) -> str:
         if self._template is None:
             raise self.error or _refused("it doesn't compile")
         self._environment.allow(_chars(messages) + _chars(tools))

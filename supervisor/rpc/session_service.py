@@ -11,6 +11,7 @@ from modeld.shared.capacity import CapacityRequest, ModelFacts
 from modeld.shared.errors import (
     DigestMismatch,
     InvalidRequest,
+    SessionNotFound,
     unsupported,
 )
 from modeld.shared.ids import check_session_key, new_turn_id
@@ -347,7 +348,10 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 (s for s in slot.sessions.all() if s.session_id == request.session_id), None
             )
             if chosen is None:
-                raise InvalidRequest.of("session_id", request.session_id, "an open session's id")
+                raise SessionNotFound(
+                    f"No session {request.session_id[:64]!r} is open. Ask without a session id.",
+                    metadata={"session_id": request.session_id[:64]},
+                )
             plan, source = chosen.resolution, "open_session"
         elif (
             resident

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 
 import psutil
 import pytest
@@ -50,6 +51,10 @@ def until_free(client: Client) -> None:
     eventually(lambda: not slot(client).holder_operation and not slot(client).queued)
 
 
+def longer_than(least: int, got: list[int]) -> bool:
+    return len(got) > least
+
+
 def vanish(gone: Client, running: Background) -> None:
     """The connection is closed under a call; what the call says no longer reaches anybody."""
     gone.close()
@@ -73,7 +78,7 @@ def test_disconnects_in_prefill_leave_exact_numbers_and_nothing_else(
         assert theirs.opened.attached
         # Each time from the start: a text of its own shares nothing with the last one.
         text = f"{count} {LONG_TEXT}"
-        running = Background(lambda s=theirs, t=text: s.ensure_prefix(t))
+        running = Background(partial(theirs.ensure_prefix, text))
         until_working(client, "ensure_prefix")
         vanish(gone, running)
         until_free(client)
@@ -115,7 +120,7 @@ def test_disconnects_in_decode_leave_exact_numbers_and_nothing_else(
                 got.extend(chunk.token_ids)
 
         running = Background(read)
-        eventually(lambda got=got, least=count: len(got) > least)
+        eventually(partial(longer_than, count, got))
         vanish(gone, running)
         until_free(client)
         told = session.explain()
@@ -159,7 +164,7 @@ def test_closing_a_session_stops_its_running_turn(
 
     def read() -> None:
         for chunk in stream.chunks():
-            got.append(chunk.text)  # noqa: PERF401: seen as it comes
+            got.append(chunk.text)  # noqa: PERF401
 
     running = Background(read)
     eventually(lambda: len(got) >= 3)

@@ -92,7 +92,7 @@ def decoding(session: Session, max_tokens: int = 0) -> tuple[Background, list[st
     def read() -> str:
         stream = session.turn("One, two,", " three,", max_tokens=max_tokens, ignore_eos=True)
         for chunk in stream.chunks():
-            got.append(chunk.text)  # noqa: PERF401: seen as it comes
+            got.append(chunk.text)  # noqa: PERF401
         assert stream.final is not None
         return stream.final.stop_reason.value
 

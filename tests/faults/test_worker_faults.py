@@ -160,7 +160,7 @@ def in_decode(scene: Scene, session: Session) -> Turning:
     def read() -> None:
         stream = session.turn("One, two,", " three,", max_tokens=0, ignore_eos=True)
         for chunk in stream.chunks():
-            got.append(chunk.text)  # noqa: PERF401: seen as it comes
+            got.append(chunk.text)  # noqa: PERF401
 
     running = Background(read)
     eventually(lambda: len(got) >= 3)

@@ -5,9 +5,9 @@ engine context a session. With flash attention on (which a quantised V needs), t
 another batch split give other logits; q8_0 keys alone are computed alike cold and warm, but are
 another model's answers; a cache shared by several sessions changes results by rounding. And one
 thing is the engine's even so: a token evaluated alone goes through other routines than several at
-once (up to half a unit of logits was seen). So tokens that the product evaluates alone, which are
-sampled ones and the last of a prompt that is resident whole, stand alone in the reference too.
-Everything else equals the one-shot evaluation of the whole prompt.
+once (up to half a unit of logits was seen). A prompt's tokens never go alone, so that prompts are
+as exact as their one-shot evaluation however they are split. Sampled tokens do, as they come: what
+they leave behind for the next turn is that of a decode, in the reference too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.core_harness import Harness as CoreHarness
 from tests.support.daemon import MODEL
 from tests.support.product import Told, ask, go_on, prompt_ids, system, text_ids, user
 from tests.support.prompts import VARIED
-from tests.support.reference import Reference, load_request
+from tests.support.reference import Reference, Split, load_request
 
 if TYPE_CHECKING:
     from modeld.workers.engine import Logits
@@ -50,14 +50,15 @@ class Traced:
     """The splits by which a context came to hold what it holds, as an independent witness."""
 
     def __init__(self, engine: LlamaEngine) -> None:
-        self.splits: dict[LlamaContext, list[list[int]]] = {}
+        self.splits: dict[LlamaContext, list[Split]] = {}
         self._make = engine.new_context
         engine.new_context = self._new_context  # type: ignore[method-assign]
 
     def _new_context(self, window: int, k_type: str, v_type: str) -> LlamaContext:
         made = self._make(window, k_type, v_type)
         self.splits[made] = []
-        evaluate, trim, copy = made.evaluate, made.trim, made.copy_prefix_from
+        evaluate, step = made.evaluate, made.step
+        trim, copy = made.trim, made.copy_prefix_from
 
         def traced_evaluate(
             tokens: Sequence[int], position: int, *, cancelled: Callable[[], bool]
@@ -65,6 +66,10 @@ class Traced:
             done = evaluate(tokens, position, cancelled=cancelled)
             self.splits[made].append(list(tokens[:done]))
             return done
+
+        def traced_step(token: int, position: int) -> None:
+            step(token, position)
+            self.splits[made].append((token,))
 
         def traced_trim(keep: int) -> None:
             trim(keep)
@@ -76,16 +81,17 @@ class Traced:
             return copied
 
         made.evaluate = traced_evaluate  # type: ignore[method-assign]
+        made.step = traced_step  # type: ignore[method-assign]
         made.trim = traced_trim  # type: ignore[method-assign]
         made.copy_prefix_from = traced_copy  # type: ignore[method-assign, assignment]
         return made
 
 
-def _first(splits: Sequence[Sequence[int]], keep: int) -> list[list[int]]:
-    cut: list[list[int]] = []
+def _first(splits: Sequence[Split], keep: int) -> list[Split]:
+    cut: list[Split] = []
     for part in splits:
         if keep > 0:
-            cut.append(list(part[:keep]))
+            cut.append(part[:keep])
             keep -= len(part)
     return cut
 
@@ -252,10 +258,8 @@ def test_logits_after_each_generated_token_are_those_of_a_fresh_context(
 # --- greedy continuations through the product ----------------------------------------------------
 
 
-def assert_cold_answer(
-    told: Told, reference: Reference, prompt: Sequence[int], *, alone: Sequence[int] = ()
-) -> None:
-    assert told.ids == reference.greedy(prompt, len(told.ids), alone=alone)
+def assert_cold_answer(told: Told, reference: Reference, prompt: Sequence[int]) -> None:
+    assert told.ids == reference.greedy(prompt, len(told.ids))
 
 
 @pytest.mark.parametrize(("before", "after"), VARIED, ids=IDS)
@@ -291,8 +295,7 @@ def test_the_answer_after_an_edit_is_the_one_shot_cold_one(
     told = ask(raw, *then, 12)
     assert told.before.reused > 0
     prompt = text_ids(client, "".join(then))
-    resident = told.before.prefilled + told.after.prefilled == 1
-    assert_cold_answer(told, reference, prompt, alone=[len(prompt) - 1] if resident else [])
+    assert_cold_answer(told, reference, prompt)
 
 
 def test_every_answer_of_a_growing_chat_is_the_one_shot_cold_one(
@@ -301,7 +304,7 @@ def test_every_answer_of_a_growing_chat_is_the_one_shot_cold_one(
     talk = chat.chat("You are brief.")
     sent = [system("You are brief.")]
     prompt: list[int] = []
-    alone: list[int] = []  # where sampled tokens lie that were evaluated as they came
+    stepped: list[int] = []  # where sampled tokens lie that were evaluated as they came
     for question in ["Hello!", "Who wrote Hamlet?", "When?", "Thank you."]:
         stream = talk.send(question, max_tokens=10, token_ids=True)
         answer = [token for chunk in stream.chunks() for token in chunk.token_ids]
@@ -309,8 +312,8 @@ def test_every_answer_of_a_growing_chat_is_the_one_shot_cold_one(
             prompt = prompt_ids(client, [*sent, user(question)])
         else:
             prompt = prompt + _next_question(client, question)
-        assert answer == reference.greedy(prompt, len(answer), alone=alone)
-        alone += range(len(prompt), len(prompt) + len(answer) - 1)
+        assert answer == reference.greedy(prompt, len(answer), stepped=stepped)
+        stepped += range(len(prompt), len(prompt) + len(answer) - 1)
         prompt = prompt + [token for token in answer if token not in reference.end_of_generation]
 
 

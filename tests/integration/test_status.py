@@ -18,8 +18,8 @@ from modeld.client import (
     ContextNumbers,
     ContextOverflow,
     ContextReason,
-    InvalidRequest,
     Session,
+    SessionNotFound,
     SlotState,
 )
 from tests.support.daemon import MODEL, Background, RunningDaemon, Stubs, eventually
@@ -162,7 +162,7 @@ def test_describe_answers_the_six_questions_and_the_facts(client: Client) -> Non
 
 
 def test_describe_of_a_session_that_isnt_open_is_refused(client: Client) -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(SessionNotFound):
         client.describe(MODEL, session_id="llama-0123456789abcdef")
 
 

@@ -83,7 +83,7 @@ def greedy(context: LlamaContext, position: int, count: int) -> list[int]:
     chosen: list[int] = []
     for step in range(count):
         chosen.append(int(context.logits().argmax()))
-        context.evaluate([chosen[-1]], position + step, cancelled=never)
+        context.step(chosen[-1], position + step)
     return chosen
 
 

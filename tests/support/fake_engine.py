@@ -117,6 +117,9 @@ class FakeContext:
             self.engine.evaluated += len(batch)
         return done
 
+    def step(self, token: int, position: int) -> None:
+        self.evaluate([token], position, cancelled=lambda: False)
+
     def logits(self) -> Logits:
         state = self.hashes[-1]
         row = self.engine.table[state % _ROWS]

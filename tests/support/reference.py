@@ -18,6 +18,9 @@ from modeld.workers.llama.engine import LlamaEngine
 if TYPE_CHECKING:
     from modeld.workers.engine import Logits
 
+# What one call evaluated: a list's tokens together, a tuple's one token as a decode's step.
+Split = list[int] | tuple[int, ...]
+
 
 def never() -> bool:
     return False
@@ -53,36 +56,42 @@ class Reference:
     def text(self, ids: Sequence[int]) -> str:
         return b"".join(map(self.engine.tokenizer.piece, ids)).decode(errors="replace")
 
-    def logits(self, parts: Sequence[Sequence[int]], *, window: int = 1024) -> Logits:
+    def logits(self, parts: Sequence[Split], *, window: int = 1024) -> Logits:
         """Logits after ``parts``, each evaluated by one call of a fresh context."""
         context = self.engine.new_context(window, "f16", "f16")
         position = 0
         for part in parts:
-            assert context.evaluate(part, position, cancelled=never) == len(part)
+            if isinstance(part, tuple):
+                context.step(part[0], position)
+            else:
+                assert context.evaluate(part, position, cancelled=never) == len(part)
             position += len(part)
         answer = context.logits().copy()
         context.close()
         return answer
 
     def greedy(
-        self, prompt: Sequence[int], count: int, *, alone: Sequence[int] = (), window: int = 1024
+        self, prompt: Sequence[int], count: int, *, stepped: Sequence[int] = (), window: int = 1024
     ) -> list[int]:
         """Up to ``count`` most likely tokens after ``prompt``, the end-of-generation one included.
 
-        One shot: the whole prompt in one evaluation, then token by token. ``alone``: positions of
-        the prompt's tokens that are evaluated by themselves, as a sampled token is: the engine
-        computes a single token by other routines than several, which differ by rounding.
+        One shot: the whole prompt in one evaluation, then token by token. ``stepped``: positions
+        of the prompt's tokens that go alone, as a sampled token does: the engine computes a
+        single token by other routines than several, which differ by rounding.
         """
         context = self.engine.new_context(window, "f16", "f16")
-        edges = sorted({0, len(prompt), *alone, *(position + 1 for position in alone)})
+        edges = sorted({0, len(prompt), *stepped, *(position + 1 for position in stepped)})
         for begin, end in pairwise(edges):
-            context.evaluate(prompt[begin:end], begin, cancelled=never)
+            if begin in stepped:
+                context.step(prompt[begin], begin)
+            else:
+                context.evaluate(prompt[begin:end], begin, cancelled=never)
         answer: list[int] = []
         while len(answer) < count:
             answer.append(int(np.argmax(context.logits())))
             if answer[-1] in self.end_of_generation:
                 break
             if len(answer) < count:
-                context.evaluate(answer[-1:], len(prompt) + len(answer) - 1, cancelled=never)
+                context.step(answer[-1], len(prompt) + len(answer) - 1)
         context.close()
         return answer

@@ -13,6 +13,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -56,8 +57,9 @@ def modeld(root, monkeypatch):
     return run
 
 
-def error_of(result: Result) -> dict:
-    return json.loads(result.stdout)["error"]
+def error_of(result: Result) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads(result.stdout)["error"]
+    return error
 
 
 # --- help and exit statuses ----------------------------------------------------------------------

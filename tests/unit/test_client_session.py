@@ -78,7 +78,7 @@ def test_an_endpoint_nobody_listens_on_is_a_lost_connection(root):
 
 
 def test_opening_tells_identity_numbers_capabilities_and_progress(client):
-    seen = []
+    seen: list[modeld.LoadProgress | modeld.QueueStatus] = []
     with client.open_session("tiny", window=512, on_progress=seen.append) as session:
         assert session.identity.prompt_format == "chat"
         assert session.resolution.context.effective.tokens == 512
@@ -222,7 +222,7 @@ def test_models_describe_and_tokenize(client, root):
     assert client.detokenize("tiny", [97]).text == "a"
     file = root / "new.gguf"
     file.write_bytes(b"x" * 10)
-    seen = []
+    seen: list[modeld.ImportProgress] = []
     assert client.import_model(file, on_progress=seen.append).name == "new"
     assert seen[0].total_bytes == 10
     assert client.remove_model("tiny").freed_bytes == 1000
@@ -274,7 +274,7 @@ LOSSES = [
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda e: e.reason)
 def test_a_turn_lost_before_any_text_is_sent_again_and_says_so(client, daemon, loss, caplog):
-    told = []
+    told: list[modeld.Recovery] = []
     session = client.open_session("tiny", recover=True, on_recovery=told.append)
     old = session.handle
     daemon.world.crash_worker("Turn", loss)

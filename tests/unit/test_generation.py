@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_full_disk_refuses_the_bump_and_keeps_the_number(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable.os, call, full)
+        patch.setattr(os, call, full)
         with pytest.raises(StorageFull, match="Free some space"):
             store.bump("switch")
     assert (store.current, store.last_cause) == (1, "load")

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,8 +21,10 @@ from modeld.shared.errors import InvalidRequest, NotOwner, StorageFull, from_wir
 from modeld.shared.lease_record import (
     DiscoveryState,
     LeaseHeld,
+    LeaseRecord,
     LeaseUnreadable,
     Viewpoint,
+    boot_clock_s,
     discover,
     lease_path,
     read,
@@ -51,12 +53,32 @@ class Clocks:
         return 1000.0 + self.passed_s
 
 
-def acquire(root: Path, name: str, clocks: Clocks | None = None, **more: object) -> Lease:
-    if clocks is None:
-        return Lease.acquire(root, instance_id=name, ttl_s=15, **more)
+def acquire(
+    root: Path,
+    name: str,
+    clocks: Clocks | None = None,
+    *,
+    endpoints: Sequence[str] = (),
+    backends: Sequence[str] = (),
+    generation_floor: int = 0,
+) -> Lease:
     return Lease.acquire(
-        root, instance_id=name, ttl_s=15, look=clocks.look, clock=clocks.boot_s, **more
+        root,
+        instance_id=name,
+        ttl_s=15,
+        endpoints=endpoints,
+        backends=backends,
+        generation_floor=generation_floor,
+        look=viewpoint if clocks is None else clocks.look,
+        clock=boot_clock_s if clocks is None else clocks.boot_s,
     )
+
+
+def recorded(root: Path) -> LeaseRecord:
+    """What the lease file of ``root`` says; there must be one."""
+    record = read(lease_path(root))
+    assert record is not None
+    return record
 
 
 def test_owner_is_found_running_once_it_says_where_it_listens(tmp_path: Path) -> None:
@@ -68,6 +90,7 @@ def test_owner_is_found_running_once_it_says_where_it_listens(tmp_path: Path) ->
     held.publish(["unix:/x.sock"])
     found = discover(root, True)
     assert found.state is DiscoveryState.RUNNING
+    assert found.record is not None
     assert found.record.endpoints == ("unix:/x.sock",)
     assert held.release()
     assert discover(root, True).state is DiscoveryState.NOT_RUNNING
@@ -80,7 +103,7 @@ def test_second_daemon_is_told_who_holds_the_root_and_what_to_do(tmp_path: Path)
     assert f"pid {os.getpid()}" in caught.value.message
     assert "--data-root" in caught.value.message
     assert caught.value.reason == "NOT_OWNER"
-    assert read(lease_path(tmp_path)).instance_id == "one"
+    assert recorded(tmp_path).instance_id == "one"
     assert type(from_wire("NOT_OWNER", "x")) is NotOwner
 
 
@@ -89,13 +112,14 @@ def test_owner_that_stopped_renewing_is_taken_over_and_then_refuses(tmp_path: Pa
     old = acquire(tmp_path, "old", clocks, generation_floor=41)
     clocks.passed_s = 15.5
     new = acquire(tmp_path, "new", clocks, generation_floor=3)
+    assert new.took_over is not None
     assert new.took_over.instance_id == "old"
     assert new.record.generation_floor == 41
     assert not old.still_owner()
     with pytest.raises(NotOwner, match="took the data root over"):
         old.check()
     assert not old.release()
-    assert read(lease_path(tmp_path)).instance_id == "new"
+    assert recorded(tmp_path).instance_id == "new"
     new.check()
 
 
@@ -109,7 +133,7 @@ def test_owner_fences_itself_before_its_record_can_expire(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable.os, "write", full)
+        patch.setattr(os, "write", full)
         clocks.passed_s = 5
         with pytest.raises(StorageFull):
             held.renew()
@@ -129,7 +153,7 @@ def test_suspended_owner_checks_the_file_before_a_reply_leaves(tmp_path: Path) -
     held = acquire(tmp_path, "one", clocks)
     clocks.passed_s = 3600
     held.check()  # nobody took it: renewed, and serving is right
-    assert read(lease_path(tmp_path)).renewed_boot_s == clocks.boot_s()
+    assert recorded(tmp_path).renewed_boot_s == clocks.boot_s()
 
 
 def test_jump_of_the_wall_clock_moves_nothing(tmp_path: Path) -> None:
@@ -146,7 +170,7 @@ def test_floor_only_rises(tmp_path: Path) -> None:
     held = acquire(tmp_path, "one", generation_floor=7)
     held.renew(generation_floor=9)
     held.renew(generation_floor=2)
-    assert read(lease_path(tmp_path)).generation_floor == 9
+    assert recorded(tmp_path).generation_floor == 9
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"format": "else"}', b"\x00" * 500])
@@ -197,7 +221,7 @@ def test_unusable_data_root_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.EROFS, "Read-only file system")
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable.os, "open", read_only)
+        patch.setattr(os, "open", read_only)
         with pytest.raises(InvalidRequest, match=r"Read-only file system.*--data-root"):
             acquire(tmp_path, "one")
 
@@ -213,7 +237,7 @@ async def test_keeping_renews_and_reports_a_takeover_once(tmp_path: Path) -> Non
     task = asyncio.create_task(held.keep(lost.append, lambda: 12))
     first = held.record.renewed_boot_s
     await until(lambda: held.record.renewed_boot_s != first)
-    assert read(lease_path(tmp_path)).generation_floor == 12
+    assert recorded(tmp_path).generation_floor == 12
     lease_path(tmp_path).write_bytes(msgspec.structs.replace(held.record, instance_id="x").encode())
     await task
     assert len(lost) == 1
@@ -226,7 +250,7 @@ async def test_keeping_tries_on_while_the_disk_is_full(
     monkeypatch.setattr(lease, "RETRY_S", 0.01)
     held = Lease.acquire(tmp_path, instance_id="one", ttl_s=0.3)
     failures = 0
-    real = lease.write_atomic
+    real = durable.write_atomic
 
     def full(path: Path, data: bytes) -> None:
         nonlocal failures
@@ -272,13 +296,19 @@ def contender(root: Path, name: str, ttl_s: float = 15) -> subprocess.Popen[str]
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout.readline() == "ready\n"
+    assert hear(process) == "ready\n"
     return process
 
 
 def say(process: subprocess.Popen[str], text: str = "go") -> None:
+    assert process.stdin is not None
     process.stdin.write(text + "\n")
     process.stdin.flush()
+
+
+def hear(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -291,13 +321,13 @@ def test_of_many_contenders_exactly_one_wins(tmp_path: Path, case: str) -> None:
     if case == "takeover":
         first = contender(tmp_path, "crashed")
         say(first)
-        assert first.stdout.readline() == "won\n"
+        assert hear(first) == "won\n"
         end(first)
     several = [contender(tmp_path, f"c{n}") for n in range(8)]
     try:
         for process in several:
             say(process)
-        results = [process.stdout.readline().strip() for process in several]
+        results = [hear(process).strip() for process in several]
         assert sorted(results) == ["lost"] * 7 + ["won"]
         winner = results.index("won")
         assert json.loads(lease_path(tmp_path).read_bytes())["instance_id"] == f"c{winner}"
@@ -309,11 +339,12 @@ def test_of_many_contenders_exactly_one_wins(tmp_path: Path, case: str) -> None:
 def test_killed_owner_is_taken_over_at_once(tmp_path: Path) -> None:
     owner = contender(tmp_path, "one")
     say(owner)
-    assert owner.stdout.readline() == "won\n"
+    assert hear(owner) == "won\n"
     with pytest.raises(LeaseHeld):
         acquire(tmp_path, "two")
     end(owner)
     taken = acquire(tmp_path, "two")
+    assert taken.took_over is not None
     assert taken.took_over.instance_id == "one"
 
 
@@ -321,7 +352,7 @@ def test_stopped_owner_refuses_after_another_took_over(tmp_path: Path) -> None:
     owner = contender(tmp_path, "one", ttl_s=1)
     try:
         say(owner)
-        assert owner.stdout.readline() == "won\n"
+        assert hear(owner) == "won\n"
         owner.send_signal(signal.SIGSTOP)
         taken = None
         while taken is None:
@@ -331,7 +362,7 @@ def test_stopped_owner_refuses_after_another_took_over(tmp_path: Path) -> None:
                 time.sleep(0.05)
         owner.send_signal(signal.SIGCONT)
         say(owner, "check")
-        assert owner.stdout.readline() == "not owner\n"
+        assert hear(owner) == "not owner\n"
         assert taken.still_owner()
     finally:
         end(owner)
@@ -341,12 +372,12 @@ def test_stopped_owner_that_nobody_replaced_goes_on(tmp_path: Path) -> None:
     owner = contender(tmp_path, "one", ttl_s=0.2)
     try:
         say(owner)
-        assert owner.stdout.readline() == "won\n"
+        assert hear(owner) == "won\n"
         owner.send_signal(signal.SIGSTOP)
         while discover(tmp_path, True).state is not DiscoveryState.STALE:
             time.sleep(0.05)
         owner.send_signal(signal.SIGCONT)
         say(owner, "check")
-        assert owner.stdout.readline() == "owner\n"
+        assert hear(owner) == "owner\n"
     finally:
         end(owner)

@@ -74,9 +74,13 @@ def test_stopped_owner_expires_by_the_boot_clock() -> None:
     assert judge(RECORD, replace(HERE, now_boot_s=65.1)) is Verdict.EXPIRED
 
 
-@pytest.mark.parametrize("elsewhere", [{"host": "there"}, {"pid_namespace": "pid:[2]"}])
-def test_pids_of_another_host_or_namespace_prove_nothing(elsewhere: dict[str, str]) -> None:
-    view = replace(HERE, pid_start_of=lambda pid: None, now_boot_s=9e9, **elsewhere)
+@pytest.mark.parametrize(
+    "elsewhere",
+    [replace(HERE, host="there"), replace(HERE, pid_namespace="pid:[2]")],
+    ids=["host", "namespace"],
+)
+def test_pids_of_another_host_or_namespace_prove_nothing(elsewhere: Viewpoint) -> None:
+    view = replace(elsewhere, pid_start_of=lambda pid: None, now_boot_s=9e9)
     assert judge(RECORD, view) is Verdict.LIVE
     assert judge(RECORD, replace(view, now_unix_s=1015.1)) is Verdict.EXPIRED
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
@@ -138,7 +139,7 @@ def test_limit_whose_usage_cannot_be_read_is_unknown(tmp_path: Path) -> None:
 
 
 def test_system_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
-    def fails() -> None:
+    def fails() -> NoReturn:
         raise OSError(13, "denied")
 
     assert not host_memory(tmp_path, fails).known

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -108,6 +109,7 @@ async def test_no_wait_is_told_who_holds_the_slot() -> None:
     assert (metadata["position"], metadata["queued"]) == ("2", "1")
     assert metadata["holder_operation"] == "turn"
     assert float(metadata["holder_age_seconds"]) >= 0
+    assert caught.value.retry_after_s is not None
     assert caught.value.retry_after_s > 0
     task.cancel()
 
@@ -294,7 +296,7 @@ ACTIONS = st.lists(
 )
 
 
-def run(story: Callable[[], Awaitable[None]]) -> None:
+def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(story())
 
 
@@ -324,10 +326,9 @@ def test_no_history_gives_two_holders_or_loses_a_wakeup(
         for action, number in actions:
             collect()
             if action in ("acquire", "exclusive", "resume"):
-                more = {"exclusive": action == "exclusive"}
-                if action == "resume":
-                    more["turn_id"] = "t"
-                tasks.append(start(queue, f"s{number}", **more))
+                turn_id = "t" if action == "resume" else ""
+                exclusive = action == "exclusive"
+                tasks.append(start(queue, f"s{number}", exclusive=exclusive, turn_id=turn_id))
             elif action == "settle":
                 await settle()
             elif action == "cancel" and tasks:

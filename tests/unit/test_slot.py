@@ -349,6 +349,13 @@ def test_what_outlasts_the_grace_is_ended() -> None:
     assert machine.apply(Drain()) == []
 
 
+def test_a_load_that_was_given_up_leaves_an_empty_slot_and_no_failure() -> None:
+    machine = SlotMachine()
+    machine.apply(LoadRequested(A))
+    assert machine.apply(LoadFailed("cancelled", given_up=True)) == [Publish(SlotState.EMPTY)]
+    assert machine.apply(LoadRequested(A))
+
+
 @pytest.mark.parametrize("late", [LoadDone(), LoadFailed("x"), Unloaded(), WorkerDied("x", 1.0)])
 def test_late_news_from_a_worker_is_nothing_after_the_end(late: Event) -> None:
     machine = machine_after(LoadRequested(A), Drain())

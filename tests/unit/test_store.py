@@ -27,7 +27,7 @@ from modeld.shared.errors import (
     UnsupportedModelType,
 )
 from modeld.shared.ids import MODEL_NAME
-from modeld.supervisor.models import facts, store
+from modeld.supervisor.models import facts
 from modeld.supervisor.models.facts import inspect, read_facts
 from modeld.supervisor.models.intake import derive_name
 from modeld.supervisor.models.store import ModelStore
@@ -228,7 +228,7 @@ def test_copy_that_would_not_fit_is_refused_before_it_begins(
     models: ModelStore, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = SimpleNamespace(total=100, used=90, free=10)
-    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(StorageFull, match="has 10 free: nothing was written"):
         models.import_file(gguf, copy=True)
     assert names_in(tmp_path) == [".lock"]

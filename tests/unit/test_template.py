@@ -219,3 +219,11 @@ def test_the_digest_covers_the_source_and_what_decides_its_rendering() -> None:
     assert template.digest == template_digest("x", "<s>", "</s>")
     others: list[Any] = [("y", "<s>", "</s>"), ("x", "", "</s>"), ("x", "<s>", "")]
     assert len({template.digest, *(template_digest(*other) for other in others)}) == 4
+
+
+def test_tool_calls_are_refused_where_the_template_has_no_place_for_them() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m['content'] }}{% endfor %}", {})
+    call = ToolCallPart(id="1", name="clock", arguments="{}")
+    message = Message(role="assistant", text="", tool_calls=[call])
+    with pytest.raises(UnsupportedFeature, match="tool calls"):
+        template.render([message], [], False)

@@ -110,6 +110,7 @@ class LlamaContext:
         self._wanted = np.zeros(size, dtype=np.int8)
         self._sequence_counts = np.ones(size, dtype=np.int32)
         self._sequence = (llama.llama_seq_id * 1)(_OWN)
+        self._scratch = (llama.llama_seq_id * 1)(_SCRATCH)
         pointer = ctypes.POINTER(llama.llama_seq_id)
         self._sequences = (pointer * size)(*[self._sequence] * size)
         self._batch = llama.llama_batch(
@@ -134,6 +135,21 @@ class LlamaContext:
         evaluated at once, some hundred times a micro-batch from within the engine.
         """
         count = len(tokens)
+        self._check_room(position, count)
+        ids = np.asarray(tokens, dtype=np.int64)
+        if count and not 0 <= int(ids.min()) <= int(ids.max()) < self._traits.vocab:
+            self._checked_token(int(ids.min()))
+            self._checked_token(int(ids.max()))
+        return self._evaluate_many(ids, position, cancelled)
+
+    def step(self, token: int, position: int) -> None:
+        """See the protocol."""
+        self._check_room(position, 1)
+        self._tokens[0] = self._checked_token(token)
+        self._positions[0] = position
+        self._decode(1, wanted=0)
+
+    def _check_room(self, position: int, count: int) -> None:
         if not self._handle or self._broken:
             raise self._fatal("it is closed or was found broken before", "bookkeeping")
         if position != self._length:
@@ -145,16 +161,6 @@ class LlamaContext:
                 f"{position} resident and {count} more tokens exceed the window of {self.window}.",
                 metadata={"resident": position, "additional": count, "window": self.window},
             )
-        if count == 1:
-            self._tokens[0] = self._checked_token(int(tokens[0]))
-            self._positions[0] = position
-            self._decode(1, wants_logits=True)
-            return 1
-        ids = np.asarray(tokens, dtype=np.int64)
-        if count and not 0 <= int(ids.min()) <= int(ids.max()) < self._traits.vocab:
-            self._checked_token(int(ids.min()))
-            self._checked_token(int(ids.max()))
-        return self._evaluate_many(ids, position, cancelled)
 
     def _evaluate_many(self, ids: Any, position: int, cancelled: Cancelled) -> int:
         # A recurrent state is overwritten while a micro-batch runs, so one can't be given up
@@ -166,35 +172,47 @@ class LlamaContext:
             self._polled, self._aborted = cancelled, False
             llama.llama_set_abort_callback(self._handle, self._callback, None)
         try:
-            for begin in range(0, count, step):
+            begin = 0
+            while begin < count:
                 if cancelled():
                     return begin
-                part = ids[begin : begin + step]
-                size = len(part)
-                self._tokens[:size] = part
+                size = min(step, count - begin)
+                if size > 1 and size % self._n_ubatch == 1:
+                    size -= 1  # no micro-batch of one token, which rounds differently
+                self._tokens[:size] = ids[begin : begin + size]
                 self._positions[:size] = np.arange(position + begin, position + begin + size)
-                if not self._decode(size, wants_logits=begin + size == count):
+                wanted = size - 1 if begin + size == count else None
+                alone = size == 1 and self._has_companion()
+                decode = self._decode_with_companion if alone else self._decode
+                if not decode(size, wanted=wanted):
                     return self._length - position
+                begin += size
         finally:
             if not whole:
                 llama.llama_set_abort_callback(self._handle, _NO_ABORT, None)
                 self._polled = _never
         return count
 
-    def _decode(self, size: int, *, wants_logits: bool) -> bool:
-        """Run one batch; False when it was interrupted. Updates the length, proven."""
+    def _decode(self, size: int, *, wanted: int | None, own: int | None = None) -> bool:
+        """Run one batch; False when it was interrupted. Updates the length, proven.
+
+        ``wanted``: whose logits, by place in the batch. ``own``: how many of its tokens, from its
+        beginning on, are this sequence's (None: all).
+        """
         batch = self._batch
         batch.n_tokens = size
-        self._wanted[size - 1] = wants_logits
+        if wanted is not None:
+            self._wanted[wanted] = 1
         self._has_logits = False
         code = llama.llama_decode(self._handle, batch)
-        self._wanted[size - 1] = 0
+        if wanted is not None:
+            self._wanted[wanted] = 0
         held = llama.llama_memory_seq_pos_max(self._memory, _OWN) + 1
         if code == 0:
-            self._length += size
+            self._length += size if own is None else own
             if held != self._length:
                 raise self._fatal(f"it holds {held} tokens, not {self._length}", "bookkeeping")
-            self._has_logits = wants_logits
+            self._has_logits = wanted is not None
             return True
         if code != _ABORTED or not self._aborted:
             raise self._fatal(
@@ -208,6 +226,29 @@ class LlamaContext:
             raise self._fatal(f"{kept} of {size} tokens stayed after a cancel", "bookkeeping")
         self._length = held
         return False
+
+    def _has_companion(self) -> bool:
+        """Whether a lone token can be evaluated as one of two.
+
+        Not where the window has one free cell only: that token is then computed by the routines
+        for one, which differ by rounding.
+        """
+        return not self._traits.recurrent and self._n_ubatch > 1 and self._length + 2 <= self.window
+
+    def _decode_with_companion(self, _size: int, *, wanted: int | None) -> bool:
+        """Evaluate the token in the first place together with one on the scratch sequence.
+
+        The engine multiplies by one row and by several with different routines. The companion
+        makes two rows of one; nothing attends to it, and its cell is freed again.
+        """
+        self._tokens[1], self._positions[1] = self._tokens[0], 0
+        self._sequences[1] = self._scratch
+        try:
+            return self._decode(2, wanted=wanted, own=1)
+        finally:
+            self._sequences[1] = self._sequence
+            if self._handle:
+                llama.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
 
     def _on_abort_poll(self, _data: object) -> bool:
         if self._polled():
