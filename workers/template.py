@@ -5,6 +5,7 @@ Owns Jinja2 and the form in which messages reach a template. Knows nothing of to
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -93,8 +94,10 @@ class ChatTemplate:
         text = self._rendered(messages, tools, add_generation_prompt)
         if any("tool_calls" in message for message in messages):
             bare = [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]
-            if text == self._rendered(bare, tools, add_generation_prompt):
-                raise unsupported("tools", "The model's chat template leaves tool calls out.")
+            # A template that fails without them has seen them.
+            with contextlib.suppress(InvalidRequest):
+                if text == self._rendered(bare, tools, add_generation_prompt):
+                    raise unsupported("tools", "The model's chat template leaves tool calls out.")
         return text
 
     def _rendered(

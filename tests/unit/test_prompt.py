@@ -167,10 +167,16 @@ _hostile = st.lists(st.sampled_from(_SHARDS), max_size=6).map("".join)
 @given(texts=st.lists(st.tuples(_hostile, _hostile), min_size=1, max_size=3))
 @settings(max_examples=60, deadline=None)
 def test_no_content_ever_becomes_a_control_token(name: str, texts: list[tuple[str, str]]) -> None:
+    takes_calls = name in ("calls", "dumps")
+
     def structure(pairs: Sequence[tuple[str, str]]) -> PromptIn:
         calls = [ToolCallPart(id="", name=a, arguments=f'{{"k":{_quoted(b)}}}') for a, b in pairs]
         segments = [
-            SegmentIn(message=Message(role="user", text=a, name=b or "n", tool_calls=calls))
+            SegmentIn(
+                message=Message(
+                    role="user", text=a, name=b or "n", tool_calls=calls if takes_calls else []
+                )
+            )
             for a, b in pairs
         ]
         tools = [f'{{"function": {{"name": {_quoted(a)}}}}}' for a, _ in pairs]
