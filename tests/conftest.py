@@ -6,6 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A change must not fail for a case that another run would find: CI looks at the same cases always.
+settings.register_profile("ci", derandomize=True, print_blob=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -194,11 +194,12 @@ class Prefill:
         else:
             session.logical = 0
             if not pool.copy(mine, other, best.keep):
-                return _Find(0, 0, False)
+                return _Find(0, 0, own.cannot_trim)
             self._copied = best.keep
             session.counters["copied_tokens"] += best.keep
         self._held = len(other)
-        return best
+        # The other's content helps, but it is still for lack of a trim that more is evaluated.
+        return _Find(best.matched, best.keep, own.cannot_trim)
 
     def _dropped_at(self, end: int) -> int:
         """Tokens that left the session's context by this call, as far as is known at ``end``.
@@ -212,7 +213,7 @@ class Prefill:
     def _miss_reason(self, begin: int, end: int) -> str:
         if begin == end:
             return "NONE"
-        if self._found.cannot_trim:
+        if self._found.cannot_trim and self._found.keep < end:
             return "CANNOT_TRIM"
         matched = self._found.matched
         if matched >= end:

@@ -10,6 +10,7 @@ from modeld.shared.capabilities import Capability
 from modeld.shared.capacity import CapacityRequest, ModelFacts
 from modeld.shared.errors import (
     DigestMismatch,
+    GenerationStale,
     InvalidRequest,
     SessionNotFound,
     unsupported,
@@ -391,12 +392,16 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         slot = self.services.slot_of_type("")
         stored = slot.find_model(model)
         caller = caller_of(context, no_wait=False)
-        if load:
-            await slot.ensure_loaded(stored, caller)
-        slot.require_active(model)
-        async with slot.hold("", operation, caller):
+        while True:
+            if load:
+                await slot.ensure_loaded(stored, caller)
             slot.require_active(model)
-            return await slot.call(request)
+            try:
+                async with slot.hold("", operation, caller):
+                    slot.require_active(model)
+                    return await slot.call(request)
+            except GenerationStale:
+                continue  # the slot was reset meanwhile; this call has no handle to be stale
 
     @guarded
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
