@@ -132,6 +132,9 @@ class SlotUse:
     cells: int = 0  # KV cells allocated by live and reclaimable contexts
     resident_bytes: int = 0  # of those contexts; weights are charged apart
     reclaimable_bytes: int = 0  # what evicting closed sessions' contexts gives back
+    # Compute buffers of all contexts. The engine touches them as it works, so that a reading of
+    # available memory may still hold what is promised to them.
+    compute_bytes: int = 0
     sessions: int = 0
     # Cells of what is reclaimable; 0 with reclaimable bytes: taken in proportion to the bytes.
     reclaimable_cells: int = 0

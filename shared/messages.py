@@ -192,6 +192,7 @@ class OpenResult(_Message):
     reused_context: bool
     retained: int  # tokens the context it got still holds
     slot_bytes: int = 0  # KV and compute bytes of all contexts in the slot
+    slot_compute_bytes: int = 0  # of those, compute buffers
     reclaimable_bytes: int = 0  # of those, what contexts without a session hold
 
 
@@ -204,6 +205,7 @@ class CloseResult(_Message):
     retained: int
     slot_cells: int = 0
     slot_bytes: int = 0
+    slot_compute_bytes: int = 0
     reclaimable_bytes: int = 0
 
 

@@ -600,7 +600,9 @@ class ModelSlot:
         use = self._use
         if replacing:
             # Mapped weights count as available already; only the contexts come back.
-            use = SlotUse(reclaimable_bytes=self._use.resident_bytes)
+            use = SlotUse(
+                reclaimable_bytes=self._use.resident_bytes, compute_bytes=self._use.compute_bytes
+            )
         return resolve(facts, request, self.config.capacity_policy(), self._memory(), use)
 
     def hypothetical(self, model: StoredModel, request: CapacityRequest) -> Resolution:
@@ -707,6 +709,7 @@ class ModelSlot:
     async def _open(self, model: StoredModel, request: OpenRequest) -> Session:
         assert self.resident is not None
         facts, load = self.resident.facts, self.resident.load
+        await self._make_place()
         planned = self._plan(facts, request.capacity)
         window = planned.numbers.effective.tokens
         identity = self.identity(
@@ -752,7 +755,7 @@ class ModelSlot:
             used_at=now,
         )
         self.sessions.add(session)
-        self._count_use(result.slot_cells, result.slot_bytes, result.reclaimable_bytes)
+        self._count_use(result)
         self.latest = resolution
         self._bus.emit(
             "session",
@@ -764,12 +767,25 @@ class ModelSlot:
         )
         return session
 
-    def _count_use(self, cells: int, slot_bytes: int, reclaimable_bytes: int) -> None:
+    async def _make_place(self) -> None:
+        """Where all places are taken, close the detached session that was used least recently.
+
+        What it held stays as reclaimable cache, which its key's next open finds.
+        """
+        if len(self.sessions) < self.config.max_sessions:
+            return
+        detached = self.sessions.detached(time.monotonic())
+        if detached:
+            oldest = min(detached, key=lambda session: session.used_at)
+            await self.close(oldest, why="closed while detached, to make room for another session")
+
+    def _count_use(self, told: OpenResult | CloseResult) -> None:
         self._use = replace(
             self._use,
-            cells=cells,
-            resident_bytes=slot_bytes,
-            reclaimable_bytes=reclaimable_bytes,
+            cells=told.slot_cells,
+            resident_bytes=told.slot_bytes,
+            reclaimable_bytes=told.reclaimable_bytes,
+            compute_bytes=told.slot_compute_bytes,
             sessions=len(self.sessions),
         )
 
@@ -783,6 +799,7 @@ class ModelSlot:
         What runs for it is stopped; the worker closes it after that.
         """
         self.sessions.close(session, why)
+        self.queue.release_parked(session.session_id)
         for operation in tuple(session.operations):
             operation.cancel()
         self._bus.emit(
@@ -796,17 +813,17 @@ class ModelSlot:
         )
         result = await self.call(CloseOp(session_id=session.session_id, discard=discard))
         assert isinstance(result, CloseResult)
-        self._count_use(result.slot_cells, result.slot_bytes, result.reclaimable_bytes)
+        self._count_use(result)
         return result.retained
 
-    def require_active(self, model: str) -> Resident:
-        """Raises ModelNotActive unless ``model`` is resident."""
-        if self.resident is None or self.resident.model.name != model:
+    def require_active(self, model: StoredModel) -> Resident:
+        """Raises ModelNotActive unless the model's content is resident, under whatever name."""
+        if self.resident is None or self.resident.model.digest != model.digest:
             raise ModelNotActive(
-                f"{model!r} isn't resident"
+                f"{model.name!r} isn't resident"
                 + (f" ({self.model_name!r} is)" if self.resident else "")
-                + ". Load it first, or set `load`.",
-                metadata={"model": model, "resident_model": self.model_name},
+                + ". Load it first, or set `load` in the request.",
+                metadata={"model": model.name, "resident_model": self.model_name},
             )
         return self.resident
 

@@ -148,6 +148,10 @@ class SessionRegistry:
         """Sessions that stand in the way of a switch."""
         return [s for s in self._open.values() if self.is_attached(s, now)]
 
+    def detached(self, now: float) -> list[Session]:
+        """Sessions whose client has left or gone quiet."""
+        return [s for s in self._open.values() if not self.is_attached(s, now)]
+
     def expired(self, now: float) -> list[Session]:
         """Detached sessions without a key whose time is up."""
         return [

@@ -53,7 +53,7 @@ from modeld.workers.decode import check_options, decode, nothing_decoded
 from modeld.workers.engine import Engine
 from modeld.workers.executor import OpContext
 from modeld.workers.pool import ContextPool, Shape
-from modeld.workers.prefill import Prefill, check_window
+from modeld.workers.prefill import Prefill, check_bytes, check_window
 from modeld.workers.prompt import Assembled, PromptAssembler
 from modeld.workers.session import COUNTERS, Session
 from modeld.workers.splits import Controls, Part
@@ -175,6 +175,7 @@ class SessionCore:
             reused_context=reused,
             retained=len(entry),
             slot_bytes=pool.slot_bytes,
+            slot_compute_bytes=pool.slot_compute_bytes,
             reclaimable_bytes=pool.reclaimable_bytes,
         )
 
@@ -192,6 +193,7 @@ class SessionCore:
             retained=retained,
             slot_cells=pool.slot_cells,
             slot_bytes=pool.slot_bytes,
+            slot_compute_bytes=pool.slot_compute_bytes,
             reclaimable_bytes=pool.reclaimable_bytes,
         )
 
@@ -247,9 +249,13 @@ class SessionCore:
             raise InvalidRequest.of("prompt_format", prompt_format, "raw or chat")
         return PromptAssembler(self._engine.tokenizer, self._template, prompt_format)
 
+    def _admit(self, session: Session, stage: str) -> Callable[[int], None]:
+        pool = self._loaded()
+        return lambda text_bytes: check_bytes(session, pool, text_bytes, stage)
+
     def _ensure(self, op: EnsureOp, context: OpContext) -> Status:
         session, pool = self._session(op.session_id), self._loaded()
-        assembled = session.assemble(op.prefix, None)
+        assembled = session.assemble(op.prefix, None, self._admit(session, "prefix"))
         check_window(session, pool, assembled, "prefix")
         with self._changing(session):
             session.set_prompt(op.prefix, None, assembled)
@@ -264,7 +270,7 @@ class SessionCore:
             suffix = PromptIn(
                 segments=[*session.suffix.segments, *suffix.segments], tools=suffix.tools
             )
-        assembled = session.assemble(session.prefix, suffix)
+        assembled = session.assemble(session.prefix, suffix, self._admit(session, "suffix"))
         _check_not_empty(assembled)
         check_window(session, pool, assembled, "suffix")
         with self._changing(session):
@@ -287,7 +293,7 @@ class SessionCore:
         session, pool = self._session(op.session_id), self._loaded()
         tokenizer = self._engine.tokenizer
         check_options(op.turn_id, op.options, tokenizer)
-        assembled = session.assemble(op.prefix, op.suffix)
+        assembled = session.assemble(op.prefix, op.suffix, self._admit(session, "turn"))
         _check_not_empty(assembled)
         check_window(session, pool, assembled, "turn")
         with self._changing(session):

@@ -164,6 +164,11 @@ class ContextPool:
         return sum(entry.bytes for entry in self.contexts)
 
     @property
+    def slot_compute_bytes(self) -> int:
+        """Compute buffers of all contexts: allocated, and touched as they are used."""
+        return sum(entry.engine_context.compute_bytes for entry in self.contexts)
+
+    @property
     def reclaimable_bytes(self) -> int:
         return sum(entry.bytes for entry in self.contexts if entry.owner is None)
 
@@ -291,7 +296,7 @@ class ContextPool:
         if refusal is None:
             return InsufficientMemory(
                 f"All {self.max_contexts} engine contexts of this slot are held by open sessions "
-                f"({self.in_use}). Close a session, or raise the limit on contexts.",
+                f"({self.in_use}). Close a session, or raise the daemon's setting max_sessions.",
                 metadata=numbers,
             )
         return InsufficientMemory(

@@ -24,6 +24,8 @@ from modeld.workers.session import Session
 
 # Another context is worth taking over or copying when it holds at least this many tokens more.
 WORTHWHILE_TOKENS = 32
+# Below this the exact count is cheap; only beyond it is the longest piece looked up at all.
+_PLAIN_BYTES_A_TOKEN = 16
 
 
 def check_window(session: Session, pool: ContextPool, assembled: Assembled, stage: str) -> None:
@@ -35,21 +37,42 @@ def check_window(session: Session, pool: ContextPool, assembled: Assembled, stag
     if asked <= window:
         return
     target = np.asarray(assembled.tokens, dtype=np.int32)
-    resident = session.logical
     additional = asked - common_prefix(session.logical_tokens(), target)
-    raise ContextOverflow(
-        f"The {stage} brings the context to {asked} tokens, {asked - window} more than the "
-        f"session's window of {window}. Nothing was changed. Drop {asked - window} tokens, or "
-        "open a session with a larger window.",
+    raise _overflow(session, pool, stage, asked, additional, exact=True)
+
+
+def check_bytes(session: Session, pool: ContextPool, text_bytes: int, stage: str) -> None:
+    """Raises ContextOverflow for a rendered prompt that can't fit, before it is tokenized.
+
+    No token spells more than the vocabulary's longest piece, so the bytes give a lower bound of
+    the tokens. Tokenizing megabytes takes seconds, in which no cancel is seen.
+    """
+    if text_bytes <= session.window * _PLAIN_BYTES_A_TOKEN:
+        return
+    least = -(-text_bytes // session.assembler.longest_piece)
+    if least > session.window:
+        raise _overflow(session, pool, stage, least, least, exact=False)
+
+
+def _overflow(
+    session: Session, pool: ContextPool, stage: str, asked: int, additional: int, *, exact: bool
+) -> ContextOverflow:
+    window = session.window
+    bound = "" if exact else "at least "
+    return ContextOverflow(
+        f"The {stage} brings the context to {bound}{asked} tokens, {asked - window} more than the "
+        f"session's window of {window}. Nothing was changed. Drop {bound}{asked - window} tokens, "
+        "or open a session with a larger window.",
         metadata={
             "stage": stage,
-            "resident": resident,
+            "resident": session.logical,
             "additional": additional,
             "requested_tokens": asked,
             "effective": window,
             "hot": pool.slot_cells,
             "planner": window,
             "drop_tokens": asked - window,
+            "exact": exact,  # false: counted in bytes; the three counts are lower bounds
         },
     )
 

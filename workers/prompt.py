@@ -6,7 +6,8 @@ tokenized as plain text, or the sampled ids where the model itself wrote it. Kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -95,15 +96,27 @@ class PromptAssembler:
         self._renderer = ChatRenderer(template, self._controls) if template else None
         self._runs = Runs(tokenizer)
 
+    @functools.cached_property
+    def longest_piece(self) -> int:
+        """Bytes of the longest text that one token can stand for."""
+        piece = self._tokenizer.piece
+        return max(len(piece(token)) for token in range(self._tokenizer.vocab_size))
+
     def assemble(
-        self, prefix: PromptIn, suffix: PromptIn | None, turns: Mapping[str, GeneratedTurn]
+        self,
+        prefix: PromptIn,
+        suffix: PromptIn | None,
+        turns: Mapping[str, GeneratedTurn],
+        admit: Callable[[int], None] = lambda _text_bytes: None,
     ) -> Assembled:
         """The tokens of the prefix alone, or of prefix and suffix with the generation cue.
 
-        ``turns`` are the session's generated turns, oldest first. Raises ManifestMismatch for
-        segments of another prompt format (reason ``identity``) or for a suffix that merges with
-        the prefix's end (reason ``boundary_merge``), and InvalidRequest for what can't be
-        rendered.
+        ``turns`` are the session's generated turns, oldest first. ``admit`` is told the rendered
+        text's size in bytes before it is tokenized, and may raise to refuse it.
+
+        Raises ManifestMismatch for segments of another prompt format (reason ``identity``) or for
+        a suffix that merges with the prefix's end (reason ``boundary_merge``), and InvalidRequest
+        for what can't be rendered.
         """
         self._check(prefix, "prefix")
         if suffix is not None:
@@ -114,9 +127,11 @@ class PromptAssembler:
         }
         if suffix is None:
             whole = self._render(prefix, None, turns)
+            admit(len(whole.text.encode()))
             built = self._build(whole, by_text, turns)
             return self._assembled(whole, built, len(built.tokens), True, prefix, None, None, turns)
         whole = self._render(prefix, suffix, turns)
+        admit(len(whole.text.encode()))
         built = self._build(whole, by_text, turns)
         alone = self._alone(prefix, turns)
         if alone is None or not whole.text.startswith(alone.text):

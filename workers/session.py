@@ -10,6 +10,7 @@ now, may be found again by a later one, and goes only when another token must be
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from modeld.shared.messages import BlockOut, PromptIn, SegmentOut
@@ -57,9 +58,14 @@ class Session:
         assert self.context is not None
         return self.context
 
-    def assemble(self, prefix: PromptIn, suffix: PromptIn | None) -> Assembled:
-        """The prompt's tokens; raises InvalidRequest or ManifestMismatch, changing nothing."""
-        return self.assembler.assemble(prefix, suffix, self.turns)
+    def assemble(
+        self, prefix: PromptIn, suffix: PromptIn | None, admit: Callable[[int], None]
+    ) -> Assembled:
+        """The prompt's tokens; raises InvalidRequest or ManifestMismatch, changing nothing.
+
+        ``admit`` is told the rendered text's size in bytes before it is tokenized.
+        """
+        return self.assembler.assemble(prefix, suffix, self.turns, admit)
 
     @property
     def window(self) -> int:

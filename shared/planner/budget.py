@@ -67,7 +67,7 @@ def estimate_compute_bytes(
 
 @dataclass(frozen=True)
 class Budget:
-    """``min(free + loaded + reclaimable - reserve, user_limit - resident)`` and what it leaves.
+    """What ``min(free + loaded + reclaimable - promised - reserve, user_limit - resident)`` leaves.
 
     ``weights`` are charged once, here, whether the model is resident or not: a reading counts the
     pages of a mapped file as available, so that loading it changes nothing, and ``loaded`` gives
@@ -77,6 +77,7 @@ class Budget:
     free: int
     loaded: int
     reclaimable: int
+    promised: int
     reserve: int
     user_limit: int
     resident: int
@@ -85,7 +86,7 @@ class Budget:
 
     @property
     def _memory_arm(self) -> int:
-        return self.free + self.loaded + self.reclaimable - self.reserve
+        return self.free + self.loaded + self.reclaimable - self.promised - self.reserve
 
     @property
     def bound(self) -> Reason:
@@ -125,7 +126,9 @@ class Budget:
             return None
         if self.bound is Reason.USER_LIMIT:
             return self.without(Reason.USER_LIMIT)
-        return replace(self, free=self.user_limit + self.reserve + 1)  # only the limit binds
+        return replace(
+            self, free=self.user_limit + self.promised + self.reserve + 1
+        )  # only the limit binds
 
     def deciding(self, needed_bytes: int) -> Reason:
         """The term that alone keeps ``needed_bytes`` out, or the smaller arm if no single one."""
@@ -140,6 +143,9 @@ class Budget:
             BudgetRow("free", self.free),
             BudgetRow("loaded", self.loaded, "this model's weights in anonymous memory"),
             BudgetRow("reclaimable", self.reclaimable, "given back by evicting"),
+            BudgetRow(
+                "promised", self.promised, "compute buffers of contexts, not all touched yet"
+            ),
             BudgetRow("reserve", self.reserve, "left to the rest of the machine"),
             BudgetRow("user_limit", self.user_limit, limit_note),
             BudgetRow("resident", self.resident, "contexts that stay; counts against user_limit"),
@@ -148,7 +154,7 @@ class Budget:
                 self.total,
                 "user_limit - resident"
                 if self.bound is Reason.USER_LIMIT
-                else "free + loaded + reclaimable - reserve",
+                else "free + loaded + reclaimable - promised - reserve",
             ),
             BudgetRow("headroom", self.headroom, "for what isn't modelled"),
             BudgetRow("weights", self.weights, "mapped file pages, charged once"),
@@ -171,6 +177,7 @@ def make_budget(
         free=memory.available_bytes,
         loaded=min(use.weights_anonymous_bytes, weights_resident),
         reclaimable=reclaimable,
+        promised=use.compute_bytes,
         reserve=policy.reserve_bytes or default_reserve(total),
         user_limit=policy.user_limit_bytes,
         resident=max(0, use.resident_bytes - reclaimable),

@@ -366,6 +366,7 @@ def _refusal(
         "free_bytes": budget.free,
         "loaded_bytes": budget.loaded,
         "reclaimable_bytes": budget.reclaimable,
+        "promised_bytes": budget.promised,
         "reserve_bytes": budget.reserve,
         "user_limit_bytes": budget.user_limit,
         "resident_bytes": budget.resident,
@@ -374,17 +375,20 @@ def _refusal(
         "headroom_bytes": budget.headroom,
         "room_bytes": budget.contexts - compute,
         "largest_window": largest,
-        "kv_type_that_fits": _narrower(costs, allocated, budget),
+        "k_type_that_fits": _narrower(costs, allocated, budget),
     }
     return InsufficientMemory(explain_refusal(numbers), metadata=numbers)
 
 
 def _narrower(costs: _Costs, allocated: int, budget: Budget) -> str:
-    """The widest cache type, for keys and values both, at which the window would fit; or ""."""
+    """The widest cache type of the keys at which the window would fit; or "".
+
+    Values stay as they are: their quantisation needs flash attention, which is off.
+    """
     for kv_type in NARROWER_TYPES:
-        other = replace(costs, k_type=kv_type, v_type=kv_type)
+        other = replace(costs, k_type=kv_type)
         try:
-            check_types(costs.facts.layers, kv_type, kv_type)
+            check_types(costs.facts.layers, kv_type, costs.v_type)
         except InvalidRequest:
             continue
         if other.kv(allocated) < costs.kv(allocated) and other.both(allocated) <= budget.contexts:
@@ -399,7 +403,7 @@ def explain_refusal(numbers: dict[str, object]) -> str:
         "user limit {user_limit_bytes} - {resident_bytes} resident"
         if by_limit
         else "{free_bytes} free + {loaded_bytes} loaded + {reclaimable_bytes} reclaimable"
-        " - {reserve_bytes} reserve"
+        " - {promised_bytes} promised to open contexts - {reserve_bytes} reserve"
     )
     text = (
         "Not enough memory for {model} with a window of {window} tokens ({asked_by}): it needs "
@@ -410,7 +414,7 @@ def explain_refusal(numbers: dict[str, object]) -> str:
         text += "The largest window that fits is {largest_window} tokens: ask for at most that"
     else:
         text += "No window fits: use a smaller or more quantised model"
-    if numbers["kv_type_that_fits"]:
-        text += ", or for KV types {kv_type_that_fits}"
+    if numbers["k_type_that_fits"]:
+        text += ", or for k_type {k_type_that_fits}"
     text += ", or raise the limit." if by_limit else ", or free memory."
     return text.format(**numbers)

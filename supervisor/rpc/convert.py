@@ -371,7 +371,7 @@ def decode_in(value: session.DecodeOptions) -> DecodeIn:
         raise InvalidRequest.of("max_tokens", value.max_tokens, "0 (until full) or more")
     if len(value.stop) > 64 or any(not s or len(s) > 1024 for s in value.stop):
         raise InvalidRequest.of(
-            "stop", f"{len(value.stop)} sequences", "at most 64, each of 1 to 1,024 characters"
+            "stop", list(value.stop[:3]), "at most 64 sequences, each of 1 to 1,024 characters"
         )
     return DecodeIn(
         sampling=SamplingIn(seed=seed, logit_bias=dict(sampling.logit_bias), **given),

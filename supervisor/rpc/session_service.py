@@ -52,6 +52,9 @@ from modeld.v1 import common_pb2 as common
 from modeld.v1 import session_pb2 as pb
 from modeld.v1 import session_pb2_grpc
 
+UNQUANTISED = ("f16", "bf16", "f32")
+MAX_NAME = 256
+
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
     """See the proto for what each call promises."""
@@ -115,6 +118,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         _refuse_unserved(request)
         if request.session_key:
             check_session_key(request.session_key)
+        _check_text("profile_id", request.profile_id)
         _check_format(request.prompt_format)
         wanted = OpenRequest(
             model=request.model,
@@ -182,6 +186,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self, request: pb.EnsurePrefixRequest, context: Context
     ) -> pb.EnsurePrefixResponse:
         slot, session = self._session(request.session, request.identity)
+        _check_text("turn_id", request.turn_id)
         prefix = self._prompt(request.prompt, "prefix", session)
         record = _Record(session, prefix, None)
         async with slot.hold(
@@ -203,6 +208,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self, request: pb.PrefillSuffixRequest, context: Context
     ) -> pb.PrefillSuffixResponse:
         slot, session = self._session(request.session, request.identity)
+        _check_text("turn_id", request.turn_id)
         suffix = self._prompt(request.prompt, "suffix", session)
         async with slot.hold(
             session.session_id,
@@ -257,6 +263,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     @guarded
     async def Turn(self, request: pb.TurnRequest, context: Context) -> None:
         slot, session = self._session(request.session, request.identity)
+        _check_said(request.prefix, request.suffix)
         prefix = self._prompt(request.prefix, "prefix", session)
         suffix = self._prompt(request.suffix, "suffix", session)
         options = convert.decode_in(request.options)
@@ -395,10 +402,10 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         while True:
             if load:
                 await slot.ensure_loaded(stored, caller)
-            slot.require_active(model)
+            slot.require_active(stored)
             try:
                 async with slot.hold("", operation, caller):
-                    slot.require_active(model)
+                    slot.require_active(stored)
                     return await slot.call(request)
             except GenerationStale:
                 continue  # the slot was reset meanwhile; this call has no handle to be stale
@@ -556,9 +563,29 @@ def _check_format(prompt_format: str) -> None:
 def _capacity(window: int, k_type: str, v_type: str, config: Any) -> CapacityRequest:
     if window < 0:
         raise InvalidRequest.of("window", window, "0 (automatic) or a number of tokens")
-    return CapacityRequest(
-        window=window, k_type=k_type or config.k_type, v_type=v_type or config.v_type
-    )
+    v_type = v_type or config.v_type
+    if v_type not in UNQUANTISED:
+        raise InvalidRequest.of(
+            "v_type",
+            v_type,
+            " or ".join(UNQUANTISED),
+            "Quantised values need flash attention, which is off where results are to be exact. "
+            "Keys can be quantised: k_type.",
+        )
+    return CapacityRequest(window=window, k_type=k_type or config.k_type, v_type=v_type)
+
+
+def _check_text(field: str, text: str) -> None:
+    """A name that callers choose: short, and printable wherever it is shown."""
+    if len(text) > MAX_NAME or not text.isprintable():
+        raise InvalidRequest.of(field, text[:64], f"at most {MAX_NAME} printable characters")
+
+
+def _check_said(*parts: pb.Prompt) -> None:
+    if not any(part.segments for part in parts):
+        raise InvalidRequest.of(
+            "prompt", "", "at least one segment", "There is nothing to answer: send a prompt."
+        )
 
 
 def _questions(resident: bool) -> list[Capability]:

@@ -295,6 +295,7 @@ def test_a_refusal_adds_up_by_hand() -> None:
         number["free_bytes"]
         + number["loaded_bytes"]
         + number["reclaimable_bytes"]
+        - number["promised_bytes"]
         - number["reserve_bytes"]
     )
     assert number["needed_bytes"] == (
@@ -322,18 +323,16 @@ def test_the_largest_window_of_a_refusal_is_served_when_asked_for() -> None:
 
 def test_the_quantisation_that_a_refusal_names_is_served() -> None:
     told = refusal(720 * MIB)
-    kv_type = told["kv_type_that_fits"]
-    assert kv_type in told["message"]
-    found = resolve(
-        SMOL, CapacityRequest(k_type=kv_type, v_type=kv_type), POLICY, memory(720 * MIB), FRESH
-    )
+    k_type = told["k_type_that_fits"]
+    assert k_type in told["message"]
+    found = resolve(SMOL, CapacityRequest(k_type=k_type), POLICY, memory(720 * MIB), FRESH)
     assert found.numbers.effective.tokens >= 4096
 
 
 def test_a_model_that_does_not_fit_at_all_says_so() -> None:
     told = refusal(600 * MIB)
     assert told["largest_window"] == "0"
-    assert told["kv_type_that_fits"] == ""
+    assert told["k_type_that_fits"] == ""
     assert "No window fits" in told["message"]
 
 
@@ -409,7 +408,8 @@ def test_an_answer_is_not_accepted_as_a_request() -> None:
 
 def test_the_rows_of_an_answer_add_up() -> None:
     rows = rows_of(resolve(SMOL, AUTO, POLICY, memory(2 * GIB), FRESH))
-    assert rows["budget"] == (rows["free"] + rows["loaded"] + rows["reclaimable"] - rows["reserve"])
+    given = rows["free"] + rows["loaded"] + rows["reclaimable"]
+    assert rows["budget"] == given - rows["promised"] - rows["reserve"]
     assert rows["room"] == rows["budget"] - rows["headroom"] - rows["weights"] - rows["compute"]
     assert rows["left"] == rows["room"] - rows["kv"] >= 0
     spent = rows["kv_at_memory_fit"] + rows["compute_at_memory_fit"]
@@ -642,7 +642,6 @@ def test_every_refusal_can_be_recomputed_and_its_advice_holds(
         if largest:
             served = resolve(facts, replace(request, window=largest), policy, reading, use)
             assert served.numbers.effective.tokens == largest
-        if told["kv_type_that_fits"]:
-            kv_type = told["kv_type_that_fits"]
-            other = replace(request, k_type=kv_type, v_type=kv_type)
+        if told["k_type_that_fits"]:
+            other = replace(request, k_type=told["k_type_that_fits"])
             assert resolve(facts, other, policy, reading, use).numbers.effective.tokens
