@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,15 +15,22 @@ from modeld.cli.progress import Meanwhile
 from modeld.client import (
     Client,
     Final,
+    GenerationStale,
+    ManifestMismatch,
     PrefillStatus,
     Recovery,
     Session,
+    SessionClosed,
+    SessionNotFound,
     StopReason,
     TurnStream,
 )
 from modeld.client.streams import EventCallback
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# How a session was opened, as against what it is of.
+REPLACEABLE = frozenset({"window", "k_type", "v_type", "profile_id", "prompt_format"})
 
 
 def decode_flags(function: F) -> F:
@@ -63,9 +71,13 @@ def session_flags(function: F) -> F:
 
 
 def tell_recovery(recovery: Recovery) -> None:
+    lost = f"the session was lost ({recovery.cause})"
+    if recovery.retried:
+        note(f"{lost} and is continued in a new one; the question is sent again", "yellow")
+        return
     note(
-        f"the session was lost ({recovery.cause}) and is continued in a new one; "
-        "nothing that was shown is repeated",
+        f"{lost} while it answered: the answer ends here. What was shown stands, but is not kept; "
+        "the conversation goes on from before this question.",
         "yellow",
     )
 
@@ -73,15 +85,51 @@ def tell_recovery(recovery: Recovery) -> None:
 def open_session(
     client: Client, settings: Settings, model: str, *, prompt_format: str, **options: Any
 ) -> Session:
-    with Meanwhile(quiet=settings.json) as meanwhile:
-        return client.open_session(
-            model,
-            prompt_format=prompt_format,
-            on_progress=meanwhile.event,
-            recover=True,
-            on_recovery=tell_recovery,
-            **options,
+    """A session. The key's own, if it is left open with another window or cache, is replaced:
+    the caller has its text.
+    """
+
+    def opened() -> Session:
+        with Meanwhile(quiet=settings.json) as meanwhile:
+            return client.open_session(
+                model,
+                prompt_format=prompt_format,
+                on_progress=meanwhile.event,
+                recover=True,
+                on_recovery=tell_recovery,
+                **options,
+            )
+
+    try:
+        return opened()
+    except ManifestMismatch as error:
+        if not _gave_way(client, options.get("session_key", ""), error):
+            raise
+    return opened()
+
+
+def _gave_way(client: Client, key: str, error: ManifestMismatch) -> bool:
+    """Close the detached session of that key where only how it was opened is in the way."""
+    field = error.metadata.get("field", "")
+    if not key or error.metadata.get("reason") != "identity" or field not in REPLACEABLE:
+        return False
+    found = [s for s in client.sessions() if s.session_key == key]
+    if not found or any(s.attached for s in found):
+        error.add_note(
+            f"Somebody is attached to it. Wait until that has ended, or end it with "
+            f"`modeld sessions close {key}`."
         )
+        return False
+    for each in found:
+        with contextlib.suppress(SessionNotFound, SessionClosed, GenerationStale):
+            client.close_session(each.session)
+    actual, asked = error.metadata.get("actual", ""), error.metadata.get("asserted", "")
+    note(
+        f"the session of {key!r} had {field} {actual or 'unset'}; it is opened anew with "
+        f"{asked or 'the default'} and goes on from the kept text",
+        "yellow",
+    )
+    return True
 
 
 def stream_answer(
@@ -108,6 +156,16 @@ def stream_answer(
                 sys.stdout.write("\n")
                 sys.stdout.flush()
     return stream
+
+
+def tell_window_full(stream: TurnStream, how: str) -> None:
+    """Say that an answer ended for lack of room, and ``how`` to go on."""
+    final = stream.final
+    if final is not None and final.stop_reason is StopReason.CONTEXT_FULL:
+        note(
+            f"the window is full ({count(final.resident)} tokens): the answer was cut. {how}",
+            "yellow",
+        )
 
 
 def tell_numbers(stream: TurnStream, *, seed: bool) -> None:

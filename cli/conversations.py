@@ -6,6 +6,8 @@ lives, the answers are referred to as they were sampled.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import secrets
@@ -14,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from modeld.client import GeneratedTurn, InvalidRequest, Message, Text
+from modeld.shared.errors import StorageFull
 from modeld.shared.ids import check_session_key
 
 VERSION = 1
@@ -34,6 +37,7 @@ class Conversation:
     """A transcript; ``system`` is what stands before the first exchange."""
 
     prompt_format: str
+    model: str = ""  # "": kept by a version that didn't say
     system: list[str] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
 
@@ -56,16 +60,17 @@ def path_of(data_root: Path, key: str) -> Path:
     return data_root / "conversations" / f"{key}.json"
 
 
-def load(data_root: Path, key: str, prompt_format: str) -> Conversation:
+def load(data_root: Path, key: str, prompt_format: str, model: str) -> Conversation:
     """The conversation kept under a key, or a new one.
 
-    Raises InvalidRequest where the file can't be understood, or is of another prompt format.
+    Raises InvalidRequest where the file can't be understood, or is of another prompt format or
+    model.
     """
     path = path_of(data_root, key)
     try:
         data = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return Conversation(prompt_format)
+    except (FileNotFoundError, NotADirectoryError):
+        return Conversation(prompt_format, model)
     except (OSError, ValueError) as error:
         raise _unusable(path, str(error)) from None
     try:
@@ -73,6 +78,7 @@ def load(data_root: Path, key: str, prompt_format: str) -> Conversation:
             raise _unusable(path, f"it is of version {data['version']}")
         kept = Conversation(
             data["prompt_format"],
+            str(data.get("model", "")) or model,
             [str(text) for text in data["system"]],
             [Exchange(**exchange) for exchange in data["exchanges"]],
         )
@@ -85,21 +91,47 @@ def load(data_root: Path, key: str, prompt_format: str) -> Conversation:
             f"a key of a {prompt_format} conversation",
             f"What is kept under it is {kept.prompt_format}. Take another key, or remove {path}.",
         )
+    if kept.model != model:
+        raise InvalidRequest.of(
+            "session",
+            key,
+            f"a key of a conversation with {model}",
+            f"What is kept under it was held with {kept.model}. Go on with {kept.model}, take "
+            f"another key, or remove {path}.",
+        )
     return kept
 
 
 def save(data_root: Path, key: str, conversation: Conversation) -> None:
     """Replace the file in one step; only its owner can read it."""
     path = path_of(data_root, key)
+    try:
+        _write(path, conversation)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(
+                f"No space left to keep the conversation at {path}: this exchange isn't in it. "
+                "Free some space.",
+                metadata={"path": path},
+            ) from None
+        raise _unusable(path, error.strerror or str(error)) from None
+
+
+def _write(path: Path, conversation: Conversation) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     data = {"version": VERSION, "saved_unix_s": int(time.time()), **asdict(conversation)}
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        json.dump(data, file, ensure_ascii=False, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            json.dump(data, file, ensure_ascii=False, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise
 
 
 def _unusable(path: Path, why: str) -> InvalidRequest:

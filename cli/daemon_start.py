@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from modeld.cli.exit_codes import Exit
 from modeld.cli.main import Settings
 from modeld.cli.output import note
 from modeld.cli.progress import Meanwhile
-from modeld.client import Client, ConnectionLost, DiscoveryError, NotInstalled
+from modeld.client import Client, ConnectionLost, DiscoveryError, NotInstalled, NotRunning, Stale
 from modeld.client.discovery import look
+from modeld.shared.errors import InvalidRequest, StorageFull
 from modeld.shared.lease_record import DiscoveryState
 
 START_TIMEOUT_S = 60.0
@@ -31,7 +36,11 @@ def serve_command(data_root: Path) -> list[str]:
 
 def connect(settings: Settings) -> Client:
     """The running daemon's client. Raises NotInstalled, NotRunning, Stale or ConnectionLost."""
-    return Client.connect(settings.data_root)
+    try:
+        return Client.connect(settings.data_root)
+    except (NotRunning, Stale) as error:
+        error.add_note("`modeld run` and `modeld chat` start one by themselves, unless --no-start.")
+        raise
 
 
 def connect_or_start(settings: Settings, *, may_start: bool) -> tuple[Client, bool]:
@@ -47,6 +56,28 @@ def connect_or_start(settings: Settings, *, may_start: bool) -> tuple[Client, bo
     return connect(settings), ours
 
 
+@contextmanager
+def data_root_errors(data_root: Path) -> Iterator[None]:
+    """A folder that can't be made or opened, as InvalidRequest; a full disk, as StorageFull."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(
+                f"No space left in {data_root}. Free some, or choose another data root.",
+                metadata={"path": data_root},
+            ) from None
+        why = f"The system says: {error.strerror}."
+        if isinstance(error, (FileExistsError, NotADirectoryError)):
+            why = "It, or a part of its path, is not a folder."
+        raise InvalidRequest.of(
+            "data_root",
+            str(data_root),
+            "a folder that this user can write",
+            f"{why} Choose another: --data-root, MODELD_DATA_ROOT.",
+        ) from None
+
+
 def log_path(data_root: Path) -> Path:
     return data_root / "logs" / "daemon.log"
 
@@ -55,12 +86,15 @@ def start(data_root: Path, *, quiet: bool) -> bool:
     """Start a daemon in a session of its own, and wait until one can be found.
 
     False where another one was quicker, and ours gave way to it.
-    Raises DaemonDidNotStart with the last lines of its log.
+    Raises InvalidRequest for a data root or a setting that can't be used, DaemonDidNotStart with
+    the last lines of its log for everything else.
     """
     log = log_path(data_root)
-    data_root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log.parent.mkdir(mode=0o700, exist_ok=True)
-    begin = log.stat().st_size if log.exists() else 0
+    with data_root_errors(data_root):
+        data_root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log.parent.mkdir(mode=0o700, exist_ok=True)
+        log.touch(mode=0o600)
+        begin = log.stat().st_size
     with Meanwhile(quiet=quiet) as meanwhile:
         meanwhile.show("starting the daemon")
         with log.open("ab") as output:
@@ -91,6 +125,9 @@ def _wait_until_found(
         # Another daemon may have been quicker: ours has given way, and that one is starting.
         starting = found.state is DiscoveryState.NOT_RUNNING and found.record is not None
         if code is not None and not starting:
+            refused = _refusal(log, begin)
+            if code == Exit.USAGE and refused is not None:
+                raise refused
             raise DaemonDidNotStart(
                 f"The daemon ended with status {code} while it started. {found.detail} "
                 f"The end of {log}:\n{_tail(log, begin)}"
@@ -102,12 +139,29 @@ def _wait_until_found(
     )
 
 
+def _refusal(log: Path, begin: int) -> InvalidRequest | None:
+    """What the daemon that was started said of its settings, as its own error."""
+    try:
+        lines = _lines(log, begin)
+    except OSError:
+        return None
+    mark = f"error: {InvalidRequest.default_reason}: "
+    for line in reversed(lines):
+        if line.startswith(mark):
+            return InvalidRequest(f"The daemon can't start: {line.removeprefix(mark)}")
+    return None
+
+
+def _lines(log: Path, begin: int) -> list[str]:
+    with log.open("rb") as file:
+        file.seek(begin)
+        return file.read().decode(errors="replace").splitlines()
+
+
 def _tail(log: Path, begin: int) -> str:
     """The last lines that were written after ``begin``."""
     try:
-        with log.open("rb") as file:
-            file.seek(begin)
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = _lines(log, begin)
     except OSError as error:
         return f"  (can't be read: {error.strerror})"
     return "\n".join(f"  {line}" for line in lines[-LOG_LINES:]) or "  (empty)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from modeld.cli.exit_codes import Exit, exit_code_of, help_text
-from modeld.cli.output import note, report_error
+from modeld.cli.output import note, report_error, report_unexpected
 from modeld.client import ClientError, data_root_of
 from modeld.shared.errors import ModeldError
 
@@ -23,6 +24,7 @@ COMMANDS = {
     "models": "modeld.cli.commands.models:models",
     "run": "modeld.cli.commands.run:run",
     "chat": "modeld.cli.commands.chat:chat",
+    "sessions": "modeld.cli.commands.sessions:sessions",
     "status": "modeld.cli.commands.status:status",
     "describe": "modeld.cli.commands.describe:describe",
     "tokenize": "modeld.cli.commands.tokenize:tokenize",
@@ -96,6 +98,18 @@ class Commands(click.Group):
         except KeyboardInterrupt:
             note("interrupted")
             ctx.exit(Exit.INTERRUPTED)
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """As click's, but that nothing unexpected ends in a traceback or an unwritten answer."""
+        try:
+            try:
+                return super().main(*args, **extra)
+            finally:
+                sys.stdout.flush()  # while a failure to write can still be told
+        except Exception as error:
+            logging.getLogger(__name__).debug("unexpected", exc_info=True)
+            report_unexpected(error)
+            sys.exit(Exit.UNEXPECTED)
 
 
 EPILOG = f"""\b

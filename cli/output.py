@@ -5,7 +5,10 @@ Plain text where the stream is no terminal. Knows no calls.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -48,7 +51,9 @@ def note(text: str, style: str = "dim") -> None:
 
 def emit_json(value: Any) -> None:
     """One JSON object on stdout."""
-    print(json.dumps(to_plain(value), ensure_ascii=False, indent=2))
+    text = json.dumps(to_plain(value), ensure_ascii=False, indent=2)
+    # A name that isn't UTF-8 is a lone surrogate here: written as JSON's own escape.
+    print(text.encode(errors="backslashreplace").decode())
 
 
 def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -111,6 +116,41 @@ def report_error(error: Exception, as_json: bool) -> None:
             note(f"  {key}: {value}")
     if retry_after_s is not None:
         note(f"  retry after: {retry_after_s:g} s")
+
+
+_UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF})
+
+
+def report_unexpected(error: Exception) -> None:
+    """One line for what has no class of its own; nothing where nobody reads any more."""
+    unwritten = _unwritten()
+    if isinstance(unwritten, BrokenPipeError) or isinstance(error, BrokenPipeError):
+        return
+    if unwritten is None and isinstance(error, OSError):
+        # A file's errors carry its name; without one it was a stream, which may have dropped
+        # what it could not write.
+        unwritten = error if error.filename is None and error.errno in _UNWRITABLE else None
+    if unwritten is not None:
+        text = f"standard output can't be written: {unwritten.strerror or unwritten}"
+    else:
+        said = " ".join(str(error).split())
+        text = (
+            f"{type(error).__name__}: {said}. Unexpected; see `modeld --help`, and "
+            "logs/daemon.log in the data root for the daemon's side."
+        )
+    with contextlib.suppress(OSError):
+        note(f"error: {text}", "red")
+
+
+def _unwritten() -> OSError | None:
+    """Why stdout can't take what waits for it, if so. What waits is dropped then."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # else the exit would try again
+        return error
+    return None
 
 
 def error_reason(error: Exception) -> str:

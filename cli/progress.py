@@ -37,6 +37,7 @@ class Meanwhile:
         self._tty = sys.stderr.isatty()
         self._quiet = quiet
         self._said = ""
+        self._place: tuple[int, str] | None = None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
@@ -69,17 +70,25 @@ class Meanwhile:
     def event(self, event: object) -> None:
         """Show an event of a call; a chunk of an answer ends the show."""
         if isinstance(event, QueueStatus):
-            text = (
-                f"waiting, position {event.position}, behind a {event.holder_operation or 'call'}"
-            )
-            age = f" ({seconds(event.holder_age_seconds)})" if self._tty else ""
-            self.show(text + age)
+            self._queue(event)
         elif isinstance(event, LoadProgress):
             self.show(STAGES.get(event.stage, event.stage), event.fraction)
         elif isinstance(event, ImportProgress):
             self.bytes(event.stage, event.done_bytes, event.total_bytes)
         elif isinstance(event, Chunk):
             self.stop()
+
+    def _queue(self, event: QueueStatus) -> None:
+        """A line only when the place or the holder changes; on a terminal also the time."""
+        place = (event.position, event.holder_operation)
+        if place == self._place and not self._tty:
+            return
+        self._place = place
+        text = f"waiting, position {event.position}"
+        if event.holder_operation:
+            text += f"; now running: {event.holder_operation}"
+            text += f" ({seconds(event.holder_age_seconds)})" if self._tty else ""
+        self.show(text)
 
     def bytes(self, stage: str, done: int, total: int) -> None:
         self.show(STAGES.get(stage, stage), done / total if total else None)

@@ -190,6 +190,16 @@ class AsyncClient:
     async def sessions(self) -> list[values.SessionInfo]:
         return list((await self._transport.unary(calls.list_sessions(self.deadlines))).sessions)
 
+    async def close_session(
+        self, session: values.SessionHandle, *, discard: bool = False
+    ) -> values.Closed:
+        """Close any session by its handle, as ``sessions`` tells it; what runs for it is stopped.
+
+        What it held stays as reclaimable cache unless ``discard``.
+        """
+        call = calls.close_session(session, discard=discard, detach=False, deadlines=self.deadlines)
+        return await self._transport.unary(call)
+
     # --- models ----------------------------------------------------------------------------------
 
     async def models(self) -> list[values.ModelInfo]:

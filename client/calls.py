@@ -16,6 +16,7 @@ from google.protobuf.message import Message as Proto
 from modeld.client import values
 from modeld.client.convert import from_proto
 from modeld.client.prompts import Message, ToolInput, chat_message, prompt_part
+from modeld.client.sendable import sendable, unsendable
 from modeld.shared.errors import InvalidRequest
 from modeld.v1 import daemon_pb2, model_pb2, session_pb2
 
@@ -124,6 +125,7 @@ def watch_events() -> Call[values.Event]:
     return call("DaemonService", "WatchEvents", request, answer(values.Event), None)
 
 
+@sendable
 def drain(grace_s: float, deadlines: Deadlines) -> Call[values.Draining]:
     request = daemon_pb2.DrainRequest(grace_seconds=grace_s)
     return call(
@@ -131,6 +133,7 @@ def drain(grace_s: float, deadlines: Deadlines) -> Call[values.Draining]:
     )
 
 
+@sendable
 def clear_quarantine(model: str, deadlines: Deadlines) -> Call[values.QuarantineCleared]:
     request = daemon_pb2.ClearQuarantineRequest(model=model)
     parse = answer(values.QuarantineCleared)
@@ -152,6 +155,7 @@ _LOAD_EVENTS = {
 }
 
 
+@sendable
 def load_model(
     model: str, model_type: str, no_wait: bool, timeout_s: float | None
 ) -> Call[LoadEvent]:
@@ -159,18 +163,20 @@ def load_model(
     return call("ModelService", "LoadModel", request, events(_LOAD_EVENTS), timeout_s)
 
 
+@sendable
 def switch_model(
     model: str, model_type: str, expected_generation: int, no_wait: bool, timeout_s: float | None
 ) -> Call[LoadEvent]:
     request = model_pb2.SwitchModelRequest(
         model=model,
         model_type=model_type,
-        expected_generation=expected_generation,
         no_wait=no_wait,
     )
+    _put(request, "expected_generation", expected_generation)
     return call("ModelService", "SwitchModel", request, events(_LOAD_EVENTS), timeout_s)
 
 
+@sendable
 def unload_model(
     model: str, no_wait: bool, force: bool, timeout_s: float | None
 ) -> Call[values.Unloaded]:
@@ -178,6 +184,7 @@ def unload_model(
     return call("ModelService", "UnloadModel", request, answer(values.Unloaded), timeout_s)
 
 
+@sendable
 def import_model(
     path: str | Path,
     name: str,
@@ -199,6 +206,7 @@ def import_model(
     return call("ModelService", "ImportModel", request, parse, timeout_s)
 
 
+@sendable
 def remove_model(name: str, deadlines: Deadlines) -> Call[values.Removed]:
     request = model_pb2.RemoveModelRequest(name=name)
     return call("ModelService", "RemoveModel", request, answer(values.Removed), deadlines.quick_s)
@@ -234,12 +242,12 @@ class OpenOptions:
     durable: bool = False
 
 
+@sendable
 def open_session(options: OpenOptions, timeout_s: float | None) -> Call[OpenEvent]:
     overflows, layouts = session_pb2.Overflow, session_pb2.Layout
     request = session_pb2.OpenSessionRequest(
         model=options.model,
         model_type=options.model_type,
-        window=options.window,
         k_type=options.k_type,
         v_type=options.v_type,
         overflow=_choice("overflow", options.overflow, "OVERFLOW", dict(overflows.items())),
@@ -250,6 +258,7 @@ def open_session(options: OpenOptions, timeout_s: float | None) -> Call[OpenEven
         profile_id=options.profile_id,
         prompt_format=options.prompt_format,
     )
+    _put(request, "window", options.window)
     parse = events(
         {
             "queued": values.QueueStatus,
@@ -268,6 +277,7 @@ def _choice(field: str, value: str, prefix: str, numbers: Mapping[str, int]) -> 
     return numbers[name]
 
 
+@sendable
 def describe(
     model: str,
     *,
@@ -283,16 +293,17 @@ def describe(
     request = session_pb2.DescribeRequest(
         model=model,
         model_type=model_type,
-        window=window,
         k_type=k_type,
         v_type=v_type,
         prompt_format=prompt_format,
         profile_id=profile_id,
         session_id=session_id,
     )
+    _put(request, "window", window)
     return _session("Describe", request, values.Description, deadlines.quick_s)
 
 
+@sendable
 def tokenize(
     model: str, text: str, *, parse_special: bool, add_bos: bool, load: bool, deadlines: Deadlines
 ) -> Call[values.Tokens]:
@@ -302,6 +313,7 @@ def tokenize(
     return _session("Tokenize", request, values.Tokens, _may_load(load, deadlines))
 
 
+@sendable
 def detokenize(
     model: str, token_ids: Sequence[int], *, load: bool, deadlines: Deadlines
 ) -> Call[values.Detokenized]:
@@ -309,6 +321,7 @@ def detokenize(
     return _session("Detokenize", request, values.Detokenized, _may_load(load, deadlines))
 
 
+@sendable
 def render_template(
     model: str,
     messages: Sequence[Message | Mapping[str, Any]],
@@ -344,6 +357,7 @@ def list_sessions(deadlines: Deadlines) -> Call[values.SessionList]:
     return _session("ListSessions", request, values.SessionList, deadlines.quick_s)
 
 
+@sendable
 def close_session(
     handle: values.SessionHandle, *, discard: bool, detach: bool, deadlines: Deadlines
 ) -> Call[values.Closed]:
@@ -395,28 +409,17 @@ class DecodeOptions:
 
     def to_proto(self) -> session_pb2.DecodeOptions:
         """Raises InvalidRequest for a value that the field's type can't hold."""
-        sampling = {name: getattr(self, name) for name in _SAMPLING}
-        structured = {name: getattr(self, name) for name in _STRUCTURED}
-        try:
-            options = session_pb2.DecodeOptions(
-                sampling=session_pb2.Sampling(
-                    logit_bias=dict(self.logit_bias or {}),
-                    **{name: value for name, value in sampling.items() if value is not None},
-                ),
-                stop=[self.stop] if isinstance(self.stop, str) else list(self.stop),
-                max_tokens=self.max_tokens,
-                stream_interval_ms=self.stream_interval_ms,
-                token_ids=self.token_ids,
-                top_logprobs=self.top_logprobs,
-                ignore_eos=self.ignore_eos,
-            )
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest.of(
-                "decode options", str(error), "numbers within each option's range"
-            ) from None
-        for name, value in structured.items():
+        options = session_pb2.DecodeOptions()
+        options.sampling.SetInParent()
+        for name in (*_SAMPLING, *_STRUCTURED, *_PLAIN):
+            value = getattr(self, name)
             if value is not None:
-                setattr(options.structured, name, value)
+                part = options.sampling if name in _SAMPLING else options
+                _put(options.structured if name in _STRUCTURED else part, name, value)
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        _guard("stop", lambda: options.stop.extend(stop))
+        bias = self.logit_bias or {}
+        _guard("logit_bias", lambda: options.sampling.logit_bias.update(bias))
         return options
 
 
@@ -433,3 +436,20 @@ _SAMPLING = (
     "seed",
 )
 _STRUCTURED = ("json_schema", "regex", "grammar")
+_PLAIN = ("max_tokens", "stream_interval_ms", "token_ids", "top_logprobs", "ignore_eos")
+
+
+def _put(target: Proto, name: str, value: object) -> None:
+    _guard(name, lambda: setattr(target, name, value), value)
+
+
+def _guard(name: str, put: Callable[[], None], value: object = None) -> None:
+    """Name the option that the field's type can't hold; text is never quoted."""
+    try:
+        put()
+    except UnicodeEncodeError as error:
+        raise unsendable(error, name) from None
+    except (TypeError, ValueError) as error:
+        shown = value if isinstance(value, (int, float)) else type(value).__name__
+        allowed = "a value of the option's type and range"
+        raise InvalidRequest.of(name, shown, allowed, f"({error})") from None

@@ -192,6 +192,16 @@ class Client:
     def sessions(self) -> list[values.SessionInfo]:
         return list(self._transport.unary(calls.list_sessions(self.deadlines)).sessions)
 
+    def close_session(
+        self, session: values.SessionHandle, *, discard: bool = False
+    ) -> values.Closed:
+        """Close any session by its handle, as ``sessions`` tells it; what runs for it is stopped.
+
+        What it held stays as reclaimable cache unless ``discard``.
+        """
+        call = calls.close_session(session, discard=discard, detach=False, deadlines=self.deadlines)
+        return self._transport.unary(call)
+
     # --- models ----------------------------------------------------------------------------------
 
     def models(self) -> list[values.ModelInfo]:

@@ -16,6 +16,7 @@ from modeld.client.calls import Call, Deadlines, DecodeOptions, OpenOptions, Tur
 from modeld.client.convert import from_proto, identity_to_proto
 from modeld.client.errors import ConnectionLost, ProtocolViolation
 from modeld.client.prompts import GeneratedTurn, PromptPart, WirePrompt, digest_of, wire_prompt
+from modeld.client.sendable import sendable
 from modeld.client.values import (
     Chunk,
     ContextReport,
@@ -91,6 +92,7 @@ class SessionCore:
             session_id=self.handle.session_id,
         )
 
+    @sendable
     def prefix_call(
         self, part: PromptPart, *, turn_id: str, no_wait: bool, timeout_s: float | None
     ) -> Call[PrefillStatus]:
@@ -112,6 +114,7 @@ class SessionCore:
 
         return calls.call("SessionService", "EnsurePrefix", request, parse, timeout_s)
 
+    @sendable
     def suffix_call(
         self,
         part: PromptPart,
@@ -149,6 +152,7 @@ class SessionCore:
             before.append(self.wire(self.suffix))
         return digest_of(self.identity, *before, wire)
 
+    @sendable
     def decode_call(
         self, options: DecodeOptions, *, turn_id: str, no_wait: bool, timeout_s: float | None
     ) -> Call[TurnEvent]:
@@ -164,6 +168,7 @@ class SessionCore:
         )
         return calls.call("SessionService", "Decode", request, parse, timeout_s)  # type: ignore[arg-type]
 
+    @sendable
     def turn_call(
         self,
         prefix: PromptPart,

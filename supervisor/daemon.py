@@ -48,7 +48,7 @@ from modeld.v1 import (
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S = 0.25
+HEARTBEAT_INTERVAL_S = 0.5
 TICK_S = 1.0
 FLUSH_S = 2.0  # for answers that are on their way when the last operation has ended
 _OWN_SOCKET = ".s-"  # with eight characters behind, no longer than the known name

@@ -8,12 +8,14 @@ from typing import Any
 
 import click
 
+from modeld.cli import texts
 from modeld.cli.answering import (
     decode_flags,
     open_session,
     session_flags,
     stream_answer,
     tell_numbers,
+    tell_window_full,
 )
 from modeld.cli.daemon_start import connect_or_start
 from modeld.cli.main import Settings, global_options, pass_settings
@@ -56,7 +58,11 @@ def chat(
     stop: tuple[str, ...],
     **sampling: Any,
 ) -> None:
+    if settings.json:
+        raise click.UsageError("chat speaks to people; for --json use `modeld run --session KEY`")
+    system = texts.argument(system, "--system")
     options = DecodeOptions(stop=stop, **sampling)
+    options.to_proto()  # refused, if it must be, before anything is started
     client, _started = connect_or_start(settings, may_start=not no_start)
     with (
         client,
@@ -90,8 +96,10 @@ def _loop(session: Session, system: str, options: DecodeOptions, no_wait: bool) 
                 note("no answer yet")
             else:
                 tell_numbers(last, seed=bool(options.temperature))
-        elif command.startswith("/"):
+        elif command == "/help":
             note(COMMANDS)
+        elif command.startswith("/"):
+            note(f"{command.split()[0]} is unknown. {COMMANDS}")
         elif command:
             last = _answer(conversation, line, options, no_wait) or last
 
@@ -108,6 +116,8 @@ def _ask() -> str | None:
                 return input("› ")
             line = sys.stdin.readline()
             return line.rstrip("\n") if line else None
+        except UnicodeDecodeError as error:
+            raise texts.not_utf8("stdin", error) from None
         except EOFError:
             print(file=sys.stderr)
             return None
@@ -120,13 +130,15 @@ def _answer(
 ) -> TurnStream | None:
     """One answer. A typed error is told, and the conversation goes on without that message."""
     try:
-        return stream_answer(
+        stream = stream_answer(
             lambda on_event: conversation.send(
                 text, options=options, no_wait=no_wait, on_event=on_event
             ),
             show=True,
             quiet=False,
         )
+        tell_window_full(stream, "Start over with /new, or chat with a larger --window.")
+        return stream
     except KeyboardInterrupt as stopped:
         note("(stopped)")
         return stopped.args[0] if stopped.args else None

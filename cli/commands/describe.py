@@ -50,7 +50,7 @@ def describe(
 
     Six numbers, each with what bound it and the bound that would come next; every byte that
     entered them; six questions answered yes, no or unknown with the evidence; the identity that
-    decides what may be reused.
+    decides what may be reused. Doesn't start a daemon: exit status 3 if none runs.
     """
     with connect(settings) as client:
         described = client.describe(

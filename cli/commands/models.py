@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from modeld.cli.daemon_start import connect
+from modeld.cli.daemon_start import connect, data_root_errors
 from modeld.cli.demo_model import DIGEST as DEMO_DIGEST
 from modeld.cli.demo_model import NAME as DEMO_NAME
 from modeld.cli.demo_model import demo_file
 from modeld.cli.main import Settings, global_options, pass_settings
 from modeld.cli.output import count, emit_json, note, say, size, table
 from modeld.cli.progress import Meanwhile
-from modeld.client import Client, ModelInfo, NotRunning, Stale
+from modeld.client import Client, ModelInfo, NotRunning, Stale, SwitchRequired, Unloaded
 
 if TYPE_CHECKING:
     from modeld.supervisor.models.store import ModelStore, StoredModel
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def models() -> None:
-    """List, import and remove models.
+    """List, import, unload and remove models.
 
     A model is a GGUF file in the store of the data root, under a name. Works with a running
     daemon and without one.
@@ -41,7 +41,8 @@ def _daemon(settings: Settings) -> Client | None:
 def _store(settings: Settings) -> ModelStore:
     from modeld.supervisor.models.store import ModelStore
 
-    return ModelStore(settings.root)
+    with data_root_errors(settings.root):
+        return ModelStore(settings.root)
 
 
 def _info(stored: StoredModel) -> ModelInfo:
@@ -205,10 +206,43 @@ def remove_model(settings: Settings, name: str) -> None:
     client = _daemon(settings)
     if client is not None:
         with client:
-            freed = client.remove_model(name).freed_bytes
+            try:
+                freed = client.remove_model(name).freed_bytes
+            except SwitchRequired as error:
+                error.add_note(f"`modeld models unload {name}` does.")
+                raise
     else:
         freed = _store(settings).remove(name)
     if settings.json:
         emit_json({"name": name, "freed_bytes": freed})
     else:
         say(f"removed {name}, {size(freed)} freed")
+
+
+@models.command("unload")
+@click.argument("name", required=False, default="")
+@click.option("--force", is_flag=True, help="Close the sessions that are attached to it, too.")
+@click.option("--no-wait", is_flag=True, help="Fail (exit status 5) rather than wait while busy.")
+@global_options
+@pass_settings
+def unload_model(settings: Settings, name: str, force: bool, no_wait: bool) -> None:
+    """Take the model NAME, or whichever is resident, out of memory.
+
+    Detached sessions are closed with it; the text of conversations (`run --session`) stays.
+    Refused (exit status 4) while somebody is attached to it, unless --force. It stays in the
+    store. Nothing to do where it isn't resident, or no daemon runs.
+    """
+    client = _daemon(settings)
+    done = Unloaded(False, 0, 0)
+    if client is not None:
+        with client:
+            done = client.unload_model(name, force=force, no_wait=no_wait)
+    if settings.json:
+        emit_json(done)
+    elif done.was_resident:
+        sessions = (
+            "1 session" if done.sessions_closed == 1 else f"{count(done.sessions_closed)} sessions"
+        )
+        say(f"unloaded {name or 'the model'}, {sessions} closed")
+    else:
+        say(f"{name or 'no model'} is {'not ' if name else ''}resident")

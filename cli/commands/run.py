@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from modeld.cli import conversations
+from modeld.cli import conversations, texts
 from modeld.cli.answering import (
     decode_flags,
     open_session,
     session_flags,
     stream_answer,
     tell_numbers,
+    tell_window_full,
 )
 from modeld.cli.conversations import Conversation, Exchange
 from modeld.cli.daemon_start import connect_or_start
@@ -24,6 +24,7 @@ from modeld.cli.output import emit_json
 from modeld.client import (
     Client,
     ClientError,
+    ContextOverflow,
     DecodeOptions,
     GeneratedTurn,
     Message,
@@ -46,7 +47,8 @@ numbers at the end says how many tokens of each were reused and how many were re
 With --session KEY the conversation goes on from run to run: its text is kept in
 conversations/KEY.json of the data root, readable by you alone, and sent along each time. While the
 daemon holds the session, nothing of it is read again; after that it is read anew from the text.
---system and --prefix-file need to be given only the first time. Remove the file to forget it.
+--system and --prefix-file need to be given only the first time. A key belongs to one model; another
+--window or cache type opens its session anew. Remove the file to forget it.
 
 \b
 Examples:
@@ -109,13 +111,15 @@ def run(
     if raw and system:
         raise click.UsageError("--system needs chat roles; with --raw use --prefix-file")
     text = _prompt(prompt, file)
-    stable = [part for part in (system, _read(prefix_file)) if part]
+    system = texts.argument(system, "--system")
+    stable = [part for part in (system, texts.file(prefix_file)) if part]
     prompt_format = "raw" if raw else "chat"
-    conversation = Conversation(prompt_format, stable)
+    conversation = Conversation(prompt_format, model, stable)
     if session_key:
-        conversation = conversations.load(settings.root, session_key, prompt_format)
+        conversation = conversations.load(settings.root, session_key, prompt_format, model)
         conversation.system = stable or conversation.system
     options = DecodeOptions(stop=stop, **sampling)
+    options.to_proto()  # refused, if it must be, before anything is started
     client, started = connect_or_start(settings, may_start=not no_start)
     with client:
         session = open_session(
@@ -131,29 +135,36 @@ def run(
         )
         try:
             stream = _turn(settings, session, conversation, text, options, no_wait, session_key)
+        except ContextOverflow as error:
+            error.add_note("Run it again with a larger --window.")
+            raise
         finally:
             _leave(session, keep=bool(session_key))
         if settings.json:
             emit_json(_object(client, session, model, session_key, stream, started))
-        elif stats:
+            return
+        if stats:
             tell_numbers(stream, seed=bool(options.temperature))
+        effective = session.resolution.context.effective.tokens
+        larger = f"a --window larger than {effective}"
+        tell_window_full(
+            stream,
+            f"Go on with {larger}, or begin another --session."
+            if session_key
+            else f"Ask again with {larger}, or with a shorter prompt.",
+        )
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise click.UsageError("give a PROMPT, '-' for stdin, or --file")
     if file is not None:
-        return _read(file)
-    return sys.stdin.read() if prompt == "-" else prompt or ""
-
-
-def _read(file: Path | None) -> str:
-    if file is None:
-        return ""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise click.UsageError(f"{file} can't be read as UTF-8 text: {error}") from None
+        text = texts.file(file)
+    else:
+        text = texts.stdin() if prompt == "-" else texts.argument(prompt or "", "PROMPT")
+    if not text:
+        raise click.UsageError("the prompt is empty")
+    return text
 
 
 def _turn(

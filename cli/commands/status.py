@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import click
 
+from modeld.cli.commands.sessions import session_table
 from modeld.cli.daemon_start import connect
 from modeld.cli.main import Settings, global_options, pass_settings
 from modeld.cli.output import count, emit_json, say, seconds, size, table
-from modeld.client import DaemonStatus, SessionInfo, SlotStatus, to_plain
+from modeld.client import DaemonStatus, SlotStatus, to_plain
 
 
 @click.command(short_help="Show slots, engines, sessions, memory.")
@@ -16,7 +17,7 @@ from modeld.client import DaemonStatus, SessionInfo, SlotStatus, to_plain
 def status(settings: Settings) -> None:
     """Show what the daemon does: slots, engines, sessions, generation, memory.
 
-    Exit status 3 if none runs.
+    Doesn't start one: exit status 3 if none runs.
     """
     with connect(settings) as client:
         daemon, sessions = client.status(), client.sessions()
@@ -27,7 +28,7 @@ def status(settings: Settings) -> None:
     for slot in daemon.slots:
         _slot(slot)
     if sessions:
-        _sessions(sessions)
+        session_table("sessions", sessions)
 
 
 def _daemon(daemon: DaemonStatus) -> None:
@@ -79,23 +80,3 @@ def _worker(slot: SlotStatus) -> str:
     if worker.last_death:
         text += f", last death: {worker.last_death}"
     return text
-
-
-def _sessions(sessions: list[SessionInfo]) -> None:
-    table(
-        "sessions",
-        ("session", "key", "model", "window", "resident", "seen", "idle", ""),
-        [
-            (
-                s.session.session_id,
-                s.session_key or "–",
-                s.model,
-                count(s.context.effective.tokens),
-                count(s.resident),
-                count(s.seen_tokens),
-                seconds(s.idle_seconds),
-                "attached" if s.attached else "detached",
-            )
-            for s in sessions
-        ],
-    )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
+from modeld.cli import texts
 from modeld.cli.daemon_start import connect
 from modeld.cli.main import Settings, global_options, pass_settings
 from modeld.cli.output import emit_json, note, say
@@ -24,9 +23,11 @@ from modeld.cli.output import emit_json, note, say
 def tokenize(
     settings: Settings, model: str, text: str, parse_special: bool, add_bos: bool, no_load: bool
 ) -> None:
-    """Show how MODEL cuts TEXT into tokens: ids, and each token's own text. '-': from stdin."""
-    if text == "-":
-        text = sys.stdin.read()
+    """Show how MODEL cuts TEXT into tokens: ids, and each token's own text. '-': from stdin.
+
+    Doesn't start a daemon: exit status 3 if none runs.
+    """
+    text = texts.stdin() if text == "-" else texts.argument(text, "TEXT")
     with connect(settings) as client:
         tokens = client.tokenize(
             model, text, parse_special=parse_special, add_bos=add_bos, load=not no_load

@@ -16,24 +16,55 @@ logger = logging.getLogger(__name__)
 
 
 class Writer:
-    """Writes messages of one stream in order; raises SlowConsumer after ``stall_limit_s``."""
+    """Writes messages of one stream in order; raises SlowConsumer after ``stall_limit_s``.
+
+    For use by one task at a time. A timer for each write would cost more than the write's own
+    Python, so one is armed now and then, and looks for how long the write of that moment waits.
+    """
 
     def __init__(self, context: Context, stall_limit_s: float, check: Callable[[], None]) -> None:
         self._context = context
         self._stall_limit_s = stall_limit_s
         self._check = check  # whether this process may still answer
+        self._loop = asyncio.get_running_loop()
+        self._writer: asyncio.Task[Any] | None = None  # the task that waits in a write
+        self._since_s = 0.0
+        self._armed = False
+        self._stalled = False
 
     async def write(self, message: Any) -> None:
         self._check()
+        self._since_s = self._loop.time()
+        self._writer = asyncio.current_task()
+        if not self._armed:
+            self._arm(self._stall_limit_s)
         try:
-            async with asyncio.timeout(self._stall_limit_s):
-                await self._context.write(message)
-        except TimeoutError:
+            await self._context.write(message)
+        except asyncio.CancelledError:
+            if not self._stalled or self._writer is None or self._writer.uncancel() > 0:
+                raise  # somebody else's cancel, perhaps besides ours
             raise SlowConsumer(
                 f"The stream's reader took nothing for {self._stall_limit_s:g} s, so the operation "
                 "was stopped; the session is intact. Read faster, or ask for fewer tokens.",
                 metadata={"stall_limit_seconds": self._stall_limit_s},
             ) from None
+        finally:
+            self._writer = None
+
+    def _arm(self, delay_s: float) -> None:
+        self._armed = True
+        self._loop.call_later(delay_s, self._look)
+
+    def _look(self) -> None:
+        self._armed = False
+        if self._writer is None:
+            return  # the next write arms it again
+        left_s = self._since_s + self._stall_limit_s - self._loop.time()
+        if left_s > 0:
+            self._arm(left_s)
+            return
+        self._stalled = True
+        self._writer.cancel()
 
 
 class QueueReporter:

@@ -31,11 +31,13 @@ from modeld.shared.errors import (
     DigestMismatch,
     GenerationStale,
     InvalidRequest,
+    ManifestMismatch,
     ModeldError,
     ModelNotActive,
     ModelNotFound,
     SessionNotFound,
     StaleFence,
+    SwitchRequired,
 )
 from modeld.v1 import (
     common_pb2,
@@ -72,6 +74,8 @@ class FakeSession:
     tokens: bytes = b""
     turns: dict[str, str] = field(default_factory=dict)
     seen: int = 0
+    window: int = 0
+    attached: bool = True
 
 
 @dataclass
@@ -89,6 +93,7 @@ class World:
     endpoints: list[str] = field(default_factory=list)
     wrong_digest: bool = False
     no_final: bool = False
+    window_full: bool = False
     chunk_pause_s: float = 0.0
     cancelled: int = 0
     drained: threading.Event = field(default_factory=threading.Event)
@@ -280,13 +285,25 @@ class Servicer(
             ),
             None,
         )
+        if found is not None and request.window not in (0, found.window):
+            raise ManifestMismatch(
+                "open with another window",
+                metadata={
+                    "reason": "identity",
+                    "field": "window",
+                    "asserted": request.window,
+                    "actual": found.window,
+                },
+            )
         session = found or FakeSession(
             session_id=f"s-{uuid.uuid4().hex[:8]}",
             generation=self.w.generation,
             model=request.model,
             key=request.session_key,
             identity=self.identity(request),
+            window=request.window,
         )
+        session.attached = True
         self.w.sessions[session.session_id] = session
         yield session_pb2.OpenSessionEvent(
             opened=session_pb2.OpenSessionResponse(
@@ -389,7 +406,9 @@ class Servicer(
             return
         yield {
             "final": session_pb2.Final(
-                stop_reason=session_pb2.LENGTH if limit < len(words) else session_pb2.EOS,
+                stop_reason=session_pb2.CONTEXT_FULL
+                if self.w.window_full
+                else (session_pb2.LENGTH if limit < len(words) else session_pb2.EOS),
                 tokens=min(limit, len(words)),
                 engine_seconds=0.5,
                 first_token_seconds=0.05,
@@ -433,7 +452,9 @@ class Servicer(
     async def CloseSession(self, request: Any, context: Any) -> Any:
         await self.enter(request, context)
         session = self.session(request)
-        if not request.detach:
+        if request.detach:
+            session.attached = False
+        else:
             del self.w.sessions[session.session_id]
         return session_pb2.CloseSessionResponse(retained_tokens=len(session.tokens))
 
@@ -450,7 +471,7 @@ class Servicer(
                     prompt_format=s.identity.prompt_format,
                     context=resolution(0).context,
                     resident=len(s.tokens),
-                    attached=True,
+                    attached=s.attached,
                 )
                 for s in self.w.sessions.values()
             ]
@@ -525,6 +546,19 @@ class Servicer(
     async def RemoveModel(self, request: Any, context: Any) -> Any:
         await self.enter(request, context)
         return model_pb2.RemoveModelResponse(freed_bytes=self.model(request.name))
+
+    async def UnloadModel(self, request: Any, context: Any) -> Any:
+        await self.enter(request, context)
+        if request.model not in ("", self.w.resident) or not self.w.resident:
+            return model_pb2.UnloadModelResponse()
+        if not request.force and any(s.attached for s in self.w.sessions.values()):
+            raise SwitchRequired("sessions are attached")
+        closed = len(self.w.sessions)
+        self.w.bump()
+        self.w.resident = ""
+        return model_pb2.UnloadModelResponse(
+            was_resident=True, generation=self.w.generation, sessions_closed=closed
+        )
 
     # --- daemon --------------------------------------------------------------------------------
 

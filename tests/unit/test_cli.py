@@ -48,7 +48,7 @@ def modeld(root, monkeypatch):
     """Run the command in this process on the test's data root."""
     monkeypatch.setenv("MODELD_DATA_ROOT", str(root))
 
-    def run(*arguments: str, stdin: str | None = None) -> Result:
+    def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
         result = CliRunner().invoke(cli, arguments, input=stdin)
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
@@ -73,7 +73,17 @@ def test_help_alone_shows_how_to_begin_and_what_exit_statuses_mean(modeld):
         assert f"{code.value:>3}  {meaning}" in text
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "models list", "models import", "models rm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *COMMANDS,
+        "models list",
+        "models import",
+        "models rm",
+        "models unload",
+        "sessions close",
+    ],
+)
 def test_every_command_explains_itself(modeld, name):
     result = modeld(*name.split(), "--help")
     assert result.exit_code == 0

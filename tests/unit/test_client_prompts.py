@@ -113,6 +113,23 @@ def test_an_option_of_the_wrong_kind_is_a_typed_error():
         DecodeOptions(seed=-1).to_proto()
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"max_tokens": 10**23}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"top_k": 2**40}, "top_k"),
+        ({"stop": ["x\udcff"]}, "stop"),
+        ({"json_schema": "\udcff"}, "json_schema"),
+        ({"logit_bias": {2**40: 1.0}}, "logit_bias"),
+    ],
+)
+def test_an_option_that_cannot_be_sent_is_named(options, name):
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        DecodeOptions(**options).to_proto()
+    assert caught.value.metadata["field"] == name
+
+
 def test_messages_may_be_objects_with_parts():
     (segment,) = wire(Message("user", ("a", "b"))).proto.segments
     assert [p.text for p in segment.message.content] == ["a", "b"]

@@ -398,3 +398,56 @@ def test_no_threads_are_left_behind(daemon):
         if thread.name == "modeld-stall":
             thread.join(10)
     assert threading.active_count() <= before + 1  # grpc keeps one poller
+
+
+# --- what can't be sent --------------------------------------------------------------------------
+
+LONE = "x\udcff"  # what a byte that isn't UTF-8 becomes in an argument
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda client: client.tokenize("tiny", LONE),
+        lambda client: client.tokenize(LONE, "x"),
+        lambda client: client.render_template("tiny", [{"role": "user", "content": LONE}]),
+        lambda client: client.open_session(LONE),
+        lambda client: client.open_session("tiny", session_key=LONE),
+        lambda client: client.describe(LONE),
+        lambda client: client.load_model(LONE),
+        lambda client: client.unload_model(LONE),
+        lambda client: client.import_model(f"/tmp/{LONE}"),
+        lambda client: client.remove_model(LONE),
+        lambda client: client.clear_quarantine(LONE),
+    ],
+)
+def test_text_that_is_not_unicode_is_refused_before_it_is_sent(client, daemon, send):
+    with pytest.raises(modeld.InvalidRequest, match=r"U\+DCFF"):
+        send(client)
+    assert daemon.world.requests == []
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda s: s.turn([SYSTEM], [{"role": "user", "content": LONE}]).read(),
+        lambda s: s.turn([SYSTEM], [HELLO], tools=[f'"{LONE}"']).read(),
+        lambda s: s.turn([SYSTEM], [HELLO], stop=LONE).read(),
+        lambda s: s.ensure_prefix([{"role": "system", "content": LONE}]),
+        lambda s: s.prefill_suffix([{"role": "user", "content": LONE}]),
+        lambda s: s.decode(regex=LONE).read(),
+        lambda s: s.chat(LONE).send("hi").read(),
+    ],
+)
+def test_a_session_refuses_text_that_is_not_unicode_and_goes_on(client, send):
+    with client.open_session("tiny") as session:
+        with pytest.raises(modeld.InvalidRequest, match=r"U\+DCFF"):
+            send(session)
+        assert session.turn([SYSTEM], [HELLO]).read() == "you said: hello world"
+
+
+def test_a_session_can_be_closed_by_its_handle(client, daemon):
+    client.open_session("tiny", session_key="k").detach()
+    (info,) = client.sessions()
+    client.close_session(info.session)
+    assert daemon.world.sessions == {}
