@@ -545,6 +545,7 @@ class Servicer(
 
     async def RemoveModel(self, request: Any, context: Any) -> Any:
         await self.enter(request, context)
+        self.w.due("RemoveModel")
         return model_pb2.RemoveModelResponse(freed_bytes=self.model(request.name))
 
     async def UnloadModel(self, request: Any, context: Any) -> Any:

@@ -264,6 +264,18 @@ def test_a_resident_model_can_be_unloaded(modeld, daemon):
     assert daemon.world.resident == ""
 
 
+def test_errors_that_another_command_or_option_solves_name_it(modeld, daemon):
+    daemon.world.fail("RemoveModel", typed.SwitchRequired("resident"))
+    assert "modeld models unload tiny" in modeld("models", "rm", "tiny").stderr
+    daemon.world.fail("Turn", typed.ContextOverflow("too long"))
+    assert "larger --window" in modeld("run", "tiny", "hi").stderr
+
+
+def test_options_that_cannot_be_sent_start_nothing(modeld, root):
+    assert modeld("run", "tiny", "hi", "--max-tokens", str(10**23)).exit_code == Exit.USAGE
+    assert not daemon_start.log_path(root).exists()
+
+
 def test_without_a_daemon_nothing_is_resident(modeld):
     assert json.loads(modeld("models", "unload", "--json").stdout)["was_resident"] is False
 
