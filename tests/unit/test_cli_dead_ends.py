@@ -49,7 +49,7 @@ def modeld(root, monkeypatch):
     return run
 
 
-def process(root: Path | str, *arguments: str | bytes, **options) -> subprocess.CompletedProcess:
+def process(root: Path | str, *arguments: str | bytes, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "modeld", *arguments],
         stdin=subprocess.DEVNULL,
