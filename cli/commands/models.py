@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def models() -> None:
-    """List, import, unload and remove models.
+    """List, import, unload, clear and remove models.
 
     A model is a GGUF file in the store of the data root, under a name. Works with a running
     daemon and without one.
@@ -246,3 +246,21 @@ def unload_model(settings: Settings, name: str, force: bool, no_wait: bool) -> N
         say(f"unloaded {name or 'the model'}, {sessions} closed")
     else:
         say(f"{name or 'no model'} is {'not ' if name else ''}resident")
+
+
+@models.command("clear")
+@click.argument("name")
+@global_options
+@pass_settings
+def clear_model(settings: Settings, name: str) -> None:
+    """Let the model NAME be loaded again after it was quarantined.
+
+    A model is quarantined (MODEL_QUARANTINED) when it killed its engine repeatedly; look at
+    logs/worker-llama.log in the data root first. Also starts an engine that was given up.
+    """
+    with connect(settings) as client:
+        cleared = client.clear_quarantine(name)
+    if settings.json:
+        emit_json(cleared)
+    else:
+        say(f"{name} is cleared" if cleared.was_quarantined else f"{name} was not quarantined")

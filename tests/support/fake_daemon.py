@@ -590,6 +590,10 @@ class Servicer(
             pid=os.getpid(),
         )
 
+    async def ClearQuarantine(self, request: Any, context: Any) -> Any:
+        await self.enter(request, context)
+        return daemon_pb2.ClearQuarantineResponse(was_quarantined=request.model == "tiny")
+
     async def Drain(self, request: Any, context: Any) -> Any:
         await self.enter(request, context)
         self.w.drained.set()

@@ -49,7 +49,9 @@ def modeld(root, monkeypatch):
     return run
 
 
-def process(root: Path | str, *arguments: str | bytes, **options) -> subprocess.CompletedProcess[str]:
+def process(
+    root: Path | str, *arguments: str | bytes, **options
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "modeld", *arguments],
         stdin=subprocess.DEVNULL,
@@ -326,3 +328,9 @@ def test_a_bad_setting_is_the_same_error_under_run_as_under_serve(modeld, root):
     said = served.stderr.splitlines()[0].removeprefix("error: INVALID_REQUEST: ")
     assert f"error: INVALID_REQUEST: The daemon can't start: {said}" in ran.stderr
     assert daemon_start.log_path(root).exists()
+
+
+def test_a_quarantine_can_be_cleared(modeld, daemon):
+    done = modeld("models", "clear", "tiny")
+    assert done.exit_code == Exit.OK
+    assert done.stdout == "tiny is cleared\n"
