@@ -226,11 +226,13 @@ class HighLevel:
         return {"prompt": prompt, "tokens": chunks, "first_s": first_s}
 
     def _stream(self, prefix: str, suffix: str, tokens: int, chat: bool) -> Iterator[str]:
-        options = {"max_tokens": tokens, "temperature": 0.0, "stream": True}
+        options: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.0, "stream": True}
         if not chat:
             for event in self._llama.create_completion(prefix + suffix, **options):
                 yield event["choices"][0]["text"]
             return
+        # The product is told to go on past the end; the class knows no other way than a ban.
+        options["logit_bias"] = {self._llama.token_eos(): -1e9}
         messages = [{"role": "system", "content": prefix}, {"role": "user", "content": suffix}]
         for event in self._llama.create_chat_completion(messages, **options):
             yield event["choices"][0]["delta"].get("content") or ""
