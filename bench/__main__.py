@@ -60,6 +60,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         type=Path,
         help="folder for the results; default docs/, or .data/bench/ for less than the full run",
     )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="replace only what was measured in the results that stand in the folder",
+    )
     return parser.parse_args(arguments)
 
 
@@ -100,7 +105,11 @@ def main(arguments: list[str]) -> int:
                     case(lab)
     whole = not options.quick and not options.only
     folder = options.out or REPOSITORY / ("docs" if whole else ".data/bench")
-    text, data = report.write(folder, book.rows, facts)
+    rows = book.rows
+    if options.merge:
+        facts["label"] = "Of several runs of the suite on this machine, each row of the latest."
+        rows = report.merged(folder, rows)
+    text, data = report.write(folder, rows, facts)
     book.say(f"written: {text}, {data}")
     return 1 if book.failed else 0
 

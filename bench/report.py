@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.runner import CONFIDENCE, RESAMPLES, TARGET_PAIRS, Row, Target
+from bench.runner import CONFIDENCE, RESAMPLES, TARGET_PAIRS, Row, Spec, Target, bootstrap
 
 METHOD = f"""\
 How to read it. `product` goes through the Python client, gRPC, the supervisor and the worker;
@@ -95,6 +95,30 @@ def plain(row: Row) -> dict[str, Any]:
         "error": row.error,
         "samples": list(row.samples),
     }
+
+
+def row_of(data: Mapping[str, Any]) -> Row:
+    """The row that ``plain`` made ``data`` of, its interval drawn again from its samples."""
+    target = data["target"]
+    spec = Spec(
+        data["name"],
+        data["title"],
+        data["path"],
+        data["unit"],
+        Target(target["kind"], target["limit"]) if target else None,
+    )
+    samples = tuple(data["samples"])
+    interval = bootstrap(samples) if samples else None
+    return Row(spec, samples, interval, data["note"], data["error"])
+
+
+def merged(folder: Path, rows: Sequence[Row]) -> list[Row]:
+    """The rows that stand in ``folder``, each replaced by its new measurement if there is one."""
+    path = folder / "bench.json"
+    known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    fresh = {row.spec.name: row for row in rows}
+    kept = [fresh.pop(data["name"]) if data["name"] in fresh else row_of(data) for data in known]
+    return [*kept, *fresh.values()]
 
 
 def write(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -> tuple[Path, Path]:

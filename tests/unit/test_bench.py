@@ -213,3 +213,24 @@ def test_a_report_holds_every_row_with_its_path_and_its_failures(tmp_path: Path)
     document = json.loads(data.read_text())
     assert document["rows"][0]["samples"] == [0.96, 0.97, 0.98]
     assert document["rows"][1]["error"] == "RunFailed: it made 0 tokens"
+
+
+def test_a_later_run_replaces_only_what_it_measured(tmp_path: Path) -> None:
+    one = Spec("one", "the one", "product", "ms", Target("at most", 5))
+    two = Spec("two", "the other", "product", "ms")
+    book = Book(quiet=True)
+    book.record(one, [1.0, 2.0, 3.0], "first")
+
+    def broken() -> None:
+        raise RunFailed("no tokens")
+
+    with book.expecting(two):
+        broken()
+    report.write(tmp_path, book.rows, {})
+    later = Book(quiet=True)
+    later.record(two, [7.0])
+    rows = report.merged(tmp_path, later.rows)
+    assert [row.spec.name for row in rows] == ["one", "two"]
+    assert rows[0] == book.rows[0]
+    assert not rows[1].failed
+    assert rows[1].samples == (7.0,)
