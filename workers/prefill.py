@@ -72,7 +72,8 @@ def _overflow(
             "hot": pool.slot_cells,
             "planner": window,
             "drop_tokens": asked - window,
-            "exact": exact,  # false: counted in bytes; the three counts are lower bounds
+            # Counted in bytes: the counts of tokens asked, additional and to drop are at least.
+            **({} if exact else {"lower_bounds": True}),
         },
     )
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -51,7 +52,7 @@ def modeld(root, monkeypatch):
 
 def process(
     root: Path | str, *arguments: str | bytes, **options
-) -> subprocess.CompletedProcess[str]:
+) -> subprocess.CompletedProcess[Any]:
     return subprocess.run(
         [sys.executable, "-m", "modeld", *arguments],
         stdin=subprocess.DEVNULL,
