@@ -37,7 +37,9 @@ def main(make_handler: Callable[[], Handler]) -> int:
     0: it was asked. 64: it can't boot, and trying again won't help (the engine doesn't import, the
     environment is incomplete). Anything else is a death.
     """
-    faulthandler.enable(file=sys.stderr, all_threads=True)
+    # The stack of the thread that was struck, which is the engine's: walking the stacks of threads
+    # that run meanwhile can itself end in a segfault, and the death would tell the wrong signal.
+    faulthandler.enable(file=sys.stderr, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to answer
     # A core of a worker would hold prompts and gigabytes of weights.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
