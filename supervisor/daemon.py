@@ -20,7 +20,7 @@ from grpc_health.v1 import _async as aio_health
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from modeld.shared.errors import InvalidRequest, ModeldError, NotOwner
+from modeld.shared.errors import InvalidRequest, NotOwner
 from modeld.shared.ids import new_instance_id
 from modeld.supervisor.config import Config, split_address
 from modeld.supervisor.durable import private_folder
@@ -344,6 +344,3 @@ def run_daemon(config: Config) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     return asyncio.run(Daemon(config).run())
-
-
-__all__ = ["Daemon", "ModeldError", "run_daemon"]
