@@ -56,7 +56,7 @@ from modeld.supervisor.generation import GenerationStore
 from modeld.supervisor.idle import IdleTimer
 from modeld.supervisor.lifecycle import WorkerState
 from modeld.supervisor.link import Operation
-from modeld.supervisor.memory import host_memory
+from modeld.shared.host_memory import host_memory
 from modeld.supervisor.models.store import ModelStore, StoredModel
 from modeld.supervisor.queue import Hold, TurnQueue
 from modeld.supervisor.sessions import Session, SessionRegistry, check_attach

@@ -14,7 +14,7 @@ import modeld
 from modeld.shared.capacity import CapacityRequest
 from modeld.shared.messages import PROTOCOL_VERSION
 from modeld.supervisor.events import Event
-from modeld.supervisor.memory import host_memory
+from modeld.shared.host_memory import host_memory
 from modeld.supervisor.model_slot import ModelSlot
 from modeld.supervisor.rpc import convert
 from modeld.supervisor.rpc.errors import Context, guarded, guarded_while_draining, unguarded

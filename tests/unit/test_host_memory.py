@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from modeld.supervisor.memory import host_memory
+from modeld.shared.host_memory import host_memory
 
 GIB = 1 << 30
 MIB = 1 << 20
