@@ -47,6 +47,17 @@ class _Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, kw_only=Tru
 # --- link ------------------------------------------------------------------------------------
 
 
+class EngineDevice(_Message):
+    """A device that the linked engine can compute on, in the engine's own words."""
+
+    name: str  # as the engine calls it: "CPU", "CUDA0"
+    description: str
+    kind: str  # cpu | gpu | igpu | accel
+    total_bytes: int = 0  # 0: it doesn't tell
+    free_bytes: int = 0
+    pci: str = ""  # bus id, lower case, where it is known
+
+
 class Hello(_Message):
     backend: str
     backend_version: str
@@ -56,6 +67,7 @@ class Hello(_Message):
     state_layout: str = ""
     # Longest time, in seconds, that each kind of call may leave the I/O thread without the GIL.
     longest_gap_s: dict[str, float] = {}
+    devices: list[EngineDevice] = []
 
 
 class Welcome(_Message):
@@ -102,11 +114,33 @@ class LoadOp(_Message):
     flash_attn: bool = False
     threads: int = 0  # 0: the worker chooses from what is free
     max_contexts: int = 8  # engine contexts, in use and reclaimable together
+    devices: list[str] = []  # engine names of the accelerators to use, in the engine's order
+    tensor_split: list[float] = []  # one share for each of ``devices``: how many layers it takes
+    quality: bool = False  # run the greedy probe and report what it sampled
 
 
 class Progress(_Message):
     stage: str
     fraction: float
+
+
+class PlacedOut(_Message):
+    """Bytes that the engine reports on one of its devices."""
+
+    device: str  # engine name; "CPU" for the host
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    compute_bytes: int = 0
+
+
+class QualityOut(_Message):
+    """What greedy sampling gave after a fixed prompt. ``margins`` are the distances, in logits,
+    between the best and the second-best token of each step."""
+
+    prompt_ids: list[int]
+    ids: list[int]
+    margins: list[float]
+    seconds: float
 
 
 class LoadResult(_Message):
@@ -120,6 +154,12 @@ class LoadResult(_Message):
     threads: int
     capabilities: dict[str, str]  # name → evidence-bearing "yes: ..." / "no: ..." / "unknown: ..."
     seconds: float
+    gpu_layers: int = 0  # layers really on accelerators, the output counted as one
+    placed: list[PlacedOut] = []
+    # What the engine read from the file, to be held against the facts: layers, train_context,
+    # sliding_window, embedding_length, heads, kv_heads, vocabulary, recurrent (0 or 1), …
+    traits: dict[str, int] = {}
+    quality: QualityOut | None = None
 
 
 class UnloadOp(_Message):
@@ -182,6 +222,7 @@ class OpenOp(_Message):
     kv_digest: str
     runtime_digest: str
     free_bytes: int = 0  # of reclaimable contexts, to give back before allocating
+    compute_bytes: int = 0  # on the host, as planned: part of the last look before allocating
 
 
 class OpenResult(_Message):
@@ -194,6 +235,7 @@ class OpenResult(_Message):
     slot_bytes: int = 0  # KV and compute bytes of all contexts in the slot
     slot_compute_bytes: int = 0  # of those, compute buffers
     reclaimable_bytes: int = 0  # of those, what contexts without a session hold
+    placed: list[PlacedOut] = []  # of this context, by device
 
 
 class CloseOp(_Message):
