@@ -14,12 +14,13 @@ from typing import Any, Self, TypeVar
 from modeld.client import calls, values
 from modeld.client.aio_session import AsyncSession
 from modeld.client.aio_transport import AsyncStream, AsyncTransport
-from modeld.client.calls import Call, Deadlines, OpenOptions
+from modeld.client.calls import NO_COMPANIONS, Call, Deadlines, OpenOptions
 from modeld.client.client import RECONNECT_POLL_S, ImportCallback, ProgressCallback
 from modeld.client.discovery import discover
 from modeld.client.errors import ConnectionLost, DiscoveryError, ProtocolViolation
 from modeld.client.prompts import Message, ToolInput
 from modeld.client.session_core import RecoveryCallback, SessionCore
+from modeld.shared.capacity import Companions
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -216,8 +217,16 @@ class AsyncClient:
         prompt_format: str = "",
         profile_id: str = "",
         session_id: str = "",
+        sessions: int = 0,
+        machine: str = "",
+        what_if: Mapping[str, str] | None = None,
+        companions: Companions = NO_COMPANIONS,
     ) -> values.Description:
-        """A model's capacity and capability truth, without loading it."""
+        """A model's capacity and capability truth, without loading it.
+
+        ``machine`` is the JSON of a machine file, to plan for that machine instead of the
+        daemon's; ``what_if`` are settings of the daemon, as if they were these.
+        """
         return await self._transport.unary(
             calls.describe(
                 model,
@@ -228,6 +237,10 @@ class AsyncClient:
                 prompt_format=prompt_format,
                 profile_id=profile_id,
                 session_id=session_id,
+                sessions=sessions,
+                machine=machine,
+                what_if=what_if,
+                companions=companions,
                 deadlines=self.deadlines,
             )
         )

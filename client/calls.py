@@ -5,6 +5,7 @@ Pure; shared by the synchronous and the asyncio client, so that only the transpo
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,14 @@ from modeld.client import values
 from modeld.client.convert import from_proto
 from modeld.client.prompts import Message, ToolInput, chat_message, prompt_part
 from modeld.client.sendable import sendable, unsendable
+from modeld.shared.capacity import Companions
 from modeld.shared.errors import InvalidRequest
 from modeld.v1 import daemon_pb2, model_pb2, session_pb2
 
 T = TypeVar("T")
 V = TypeVar("V")
 
+NO_COMPANIONS = Companions()
 _FILES = (daemon_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR, session_pb2.DESCRIPTOR)
 _SERVICES = {s.name: s for f in _FILES for s in f.services_by_name.values()}
 
@@ -37,6 +40,7 @@ class Deadlines:
 
     status_s: float = 10.0
     quick_s: float = 30.0
+    describe_s: float = 120.0  # the first time, the engine is asked about the file
     open_s: float | None = 300.0
     prefill_s: float | None = 600.0
     turn_s: float | None = None
@@ -288,6 +292,10 @@ def describe(
     prompt_format: str = "",
     profile_id: str = "",
     session_id: str = "",
+    sessions: int = 0,
+    machine: str = "",
+    what_if: Mapping[str, str] | None = None,
+    companions: Companions = NO_COMPANIONS,
     deadlines: Deadlines,
 ) -> Call[values.Description]:
     request = session_pb2.DescribeRequest(
@@ -298,9 +306,13 @@ def describe(
         prompt_format=prompt_format,
         profile_id=profile_id,
         session_id=session_id,
+        machine=machine,
+        what_if=what_if or {},
+        companions=session_pb2.Companions(**dataclasses.asdict(companions)),
     )
     _put(request, "window", window)
-    return _session("Describe", request, values.Description, deadlines.quick_s)
+    _put(request, "sessions", sessions)
+    return _session("Describe", request, values.Description, deadlines.describe_s)
 
 
 @sendable

@@ -10,13 +10,14 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from modeld.client import calls, values
-from modeld.client.calls import Call, Deadlines, OpenOptions
+from modeld.client.calls import NO_COMPANIONS, Call, Deadlines, OpenOptions
 from modeld.client.discovery import discover
 from modeld.client.errors import ConnectionLost, DiscoveryError, ProtocolViolation
 from modeld.client.prompts import Message, ToolInput
 from modeld.client.session import Session
 from modeld.client.session_core import RecoveryCallback, SessionCore
 from modeld.client.transport import Stream, Transport
+from modeld.shared.capacity import Companions
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -218,8 +219,16 @@ class Client:
         prompt_format: str = "",
         profile_id: str = "",
         session_id: str = "",
+        sessions: int = 0,
+        machine: str = "",
+        what_if: Mapping[str, str] | None = None,
+        companions: Companions = NO_COMPANIONS,
     ) -> values.Description:
-        """A model's capacity and capability truth, without loading it."""
+        """A model's capacity and capability truth, without loading it.
+
+        ``machine`` is the JSON of a machine file, to plan for that machine instead of the
+        daemon's; ``what_if`` are settings of the daemon, as if they were these.
+        """
         return self._transport.unary(
             calls.describe(
                 model,
@@ -230,6 +239,10 @@ class Client:
                 prompt_format=prompt_format,
                 profile_id=profile_id,
                 session_id=session_id,
+                sessions=sessions,
+                machine=machine,
+                what_if=what_if,
+                companions=companions,
                 deadlines=self.deadlines,
             )
         )

@@ -53,6 +53,8 @@ def _reader(hint: Any) -> Reader:
     if typing.get_origin(hint) is tuple:
         item = _reader(typing.get_args(hint)[0])
         return lambda value, descriptor: tuple(item(element, descriptor) for element in value)
+    if typing.get_origin(hint) is dict:
+        return lambda value, _descriptor: dict(value)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return functools.partial(_enum, hint)
     if dataclasses.is_dataclass(hint):

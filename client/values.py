@@ -97,6 +97,44 @@ class ContextNumbers:
 
 
 @dataclass(frozen=True)
+class DevicePlan:
+    """One memory's part of a plan: the host's first, then each accelerator's."""
+
+    device_id: str
+    name: str
+    engine_name: str
+    layers: int
+    first_layer: int
+    weights_bytes: int
+    kv_bytes: int
+    compute_bytes: int
+    free_bytes: int
+    reserve_bytes: int
+    budget_bytes: int
+    headroom_bytes: int
+    left_bytes: int
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something that would make a refused plan fit: set ``kind`` to ``value``."""
+
+    kind: str
+    value: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a plan is refused. ``message`` is "" where it isn't."""
+
+    bound: ContextReason
+    message: str
+    numbers: dict[str, str]
+    remedies: tuple[Remedy, ...]
+
+
+@dataclass(frozen=True)
 class Resolution:
     context: ContextNumbers
     budget: tuple[BudgetRow, ...]
@@ -107,6 +145,53 @@ class Resolution:
     weights_bytes: int
     placement: str
     max_sessions: int
+    gpu_layers: int
+    tensor_split: tuple[float, ...]
+    devices: tuple[DevicePlan, ...]
+    shed: bool
+    findings: tuple[str, ...]
+    refusal: Refusal
+    allocated: int
+
+
+@dataclass(frozen=True)
+class DeviceProcess:
+    pid: int
+    bytes: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator as it was read. Where it isn't ``known``, ``note`` says why."""
+
+    id: str
+    name: str
+    kind: str
+    total_bytes: int
+    free_bytes: int
+    known: bool
+    engine_name: str
+    shared_memory: bool
+    note: str
+    processes: tuple[DeviceProcess, ...]
+    pci: str
+    parent: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The readings that an answer was made from."""
+
+    source: str
+    host_total_bytes: int
+    host_available_bytes: int
+    cgroup_limit_bytes: int
+    host_known: bool
+    swap_total_bytes: int
+    swap_free_bytes: int
+    devices: tuple[Device, ...]
+    notes: tuple[str, ...]
 
 
 # --- sessions ----------------------------------------------------------------------------------
@@ -266,6 +351,19 @@ class ContextReport:
 
 
 @dataclass(frozen=True)
+class LayerRun:
+    """Consecutive layers that are alike. Lengths are elements of one head."""
+
+    count: int
+    kind: str
+    kv_heads: int
+    key_length: int
+    value_length: int
+    window: int
+    state_bytes: int
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     architecture: str
     layers: int
@@ -281,6 +379,14 @@ class ModelFacts:
     file_bytes: int
     has_chat_template: bool
     name: str
+    layer_runs: tuple[LayerRun, ...]
+    weights_bytes: int
+    input_bytes: int
+    output_bytes: int
+    pooling: str
+    parts: int
+    unknown_pattern: bool
+    window_pattern_source: str
 
 
 @dataclass(frozen=True)
@@ -297,6 +403,7 @@ class Description:
     facts: ModelFacts
     resolution_source: str
     template_supports_tools: bool
+    machine: Machine
 
 
 @dataclass(frozen=True)
@@ -452,6 +559,7 @@ class DaemonStatus:
     pid: int
     quarantined_models: tuple[str, ...]
     supervisor_cpu_seconds: float
+    machine: Machine
 
 
 @dataclass(frozen=True)

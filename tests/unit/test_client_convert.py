@@ -47,6 +47,9 @@ def fill(message, seed=1):
         seed += 1
         if field.type == FieldDescriptor.TYPE_MESSAGE:
             target = getattr(message, field.name)
+            if field.message_type.GetOptions().map_entry:
+                target[f"key {seed}"] = f"text {seed}"
+                continue
             fill(target.add() if field.is_repeated else target, seed)
             continue
         value = {
@@ -71,7 +74,7 @@ def plain_numbers(data, message_type):
     for name, value in data.items():
         field = message_type.fields_by_name[name]
         wide = field.cpp_type in (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
-        if field.message_type is not None:
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
             items = value if field.is_repeated else [value]
             value = [plain_numbers(item, field.message_type) for item in items]
             value = value if field.is_repeated else value[0]

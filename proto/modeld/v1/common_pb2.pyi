@@ -256,8 +256,67 @@ class BudgetRow(_message.Message):
     note: str
     def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., note: _Optional[str] = ...) -> None: ...
 
+class DevicePlan(_message.Message):
+    __slots__ = ("device_id", "name", "engine_name", "layers", "first_layer", "weights_bytes", "kv_bytes", "compute_bytes", "free_bytes", "reserve_bytes", "budget_bytes", "headroom_bytes", "left_bytes")
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_NAME_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HEADROOM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    device_id: str
+    name: str
+    engine_name: str
+    layers: int
+    first_layer: int
+    weights_bytes: int
+    kv_bytes: int
+    compute_bytes: int
+    free_bytes: int
+    reserve_bytes: int
+    budget_bytes: int
+    headroom_bytes: int
+    left_bytes: int
+    def __init__(self, device_id: _Optional[str] = ..., name: _Optional[str] = ..., engine_name: _Optional[str] = ..., layers: _Optional[int] = ..., first_layer: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., compute_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., reserve_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., headroom_bytes: _Optional[int] = ..., left_bytes: _Optional[int] = ...) -> None: ...
+
+class Remedy(_message.Message):
+    __slots__ = ("kind", "value", "text")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    value: str
+    text: str
+    def __init__(self, kind: _Optional[str] = ..., value: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("bound", "message", "numbers", "remedies")
+    class NumbersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    BOUND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    REMEDIES_FIELD_NUMBER: _ClassVar[int]
+    bound: ContextReason
+    message: str
+    numbers: _containers.ScalarMap[str, str]
+    remedies: _containers.RepeatedCompositeFieldContainer[Remedy]
+    def __init__(self, bound: _Optional[_Union[ContextReason, str]] = ..., message: _Optional[str] = ..., numbers: _Optional[_Mapping[str, str]] = ..., remedies: _Optional[_Iterable[_Union[Remedy, _Mapping]]] = ...) -> None: ...
+
 class Resolution(_message.Message):
-    __slots__ = ("context", "budget", "k_type", "v_type", "kv_bytes", "compute_bytes", "weights_bytes", "placement", "max_sessions")
+    __slots__ = ("context", "budget", "k_type", "v_type", "kv_bytes", "compute_bytes", "weights_bytes", "placement", "max_sessions", "gpu_layers", "tensor_split", "devices", "shed", "findings", "refusal", "allocated")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     K_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +326,13 @@ class Resolution(_message.Message):
     WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    GPU_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_SPLIT_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    SHED_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATED_FIELD_NUMBER: _ClassVar[int]
     context: ContextNumbers
     budget: _containers.RepeatedCompositeFieldContainer[BudgetRow]
     k_type: str
@@ -276,7 +342,74 @@ class Resolution(_message.Message):
     weights_bytes: int
     placement: str
     max_sessions: int
-    def __init__(self, context: _Optional[_Union[ContextNumbers, _Mapping]] = ..., budget: _Optional[_Iterable[_Union[BudgetRow, _Mapping]]] = ..., k_type: _Optional[str] = ..., v_type: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., compute_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., placement: _Optional[str] = ..., max_sessions: _Optional[int] = ...) -> None: ...
+    gpu_layers: int
+    tensor_split: _containers.RepeatedScalarFieldContainer[float]
+    devices: _containers.RepeatedCompositeFieldContainer[DevicePlan]
+    shed: bool
+    findings: _containers.RepeatedScalarFieldContainer[str]
+    refusal: Refusal
+    allocated: int
+    def __init__(self, context: _Optional[_Union[ContextNumbers, _Mapping]] = ..., budget: _Optional[_Iterable[_Union[BudgetRow, _Mapping]]] = ..., k_type: _Optional[str] = ..., v_type: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., compute_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., placement: _Optional[str] = ..., max_sessions: _Optional[int] = ..., gpu_layers: _Optional[int] = ..., tensor_split: _Optional[_Iterable[float]] = ..., devices: _Optional[_Iterable[_Union[DevicePlan, _Mapping]]] = ..., shed: _Optional[bool] = ..., findings: _Optional[_Iterable[str]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., allocated: _Optional[int] = ...) -> None: ...
+
+class Device(_message.Message):
+    __slots__ = ("id", "name", "kind", "total_bytes", "free_bytes", "known", "engine_name", "shared_memory", "note", "processes", "pci", "parent")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_NAME_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    PCI_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    name: str
+    kind: str
+    total_bytes: int
+    free_bytes: int
+    known: bool
+    engine_name: str
+    shared_memory: bool
+    note: str
+    processes: _containers.RepeatedCompositeFieldContainer[DeviceProcess]
+    pci: str
+    parent: str
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., kind: _Optional[str] = ..., total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., known: _Optional[bool] = ..., engine_name: _Optional[str] = ..., shared_memory: _Optional[bool] = ..., note: _Optional[str] = ..., processes: _Optional[_Iterable[_Union[DeviceProcess, _Mapping]]] = ..., pci: _Optional[str] = ..., parent: _Optional[str] = ...) -> None: ...
+
+class DeviceProcess(_message.Message):
+    __slots__ = ("pid", "bytes", "name")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    bytes: int
+    name: str
+    def __init__(self, pid: _Optional[int] = ..., bytes: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+
+class Machine(_message.Message):
+    __slots__ = ("source", "host_total_bytes", "host_available_bytes", "cgroup_limit_bytes", "host_known", "swap_total_bytes", "swap_free_bytes", "devices", "notes")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_AVAILABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CGROUP_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    SWAP_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SWAP_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    host_total_bytes: int
+    host_available_bytes: int
+    cgroup_limit_bytes: int
+    host_known: bool
+    swap_total_bytes: int
+    swap_free_bytes: int
+    devices: _containers.RepeatedCompositeFieldContainer[Device]
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, source: _Optional[str] = ..., host_total_bytes: _Optional[int] = ..., host_available_bytes: _Optional[int] = ..., cgroup_limit_bytes: _Optional[int] = ..., host_known: _Optional[bool] = ..., swap_total_bytes: _Optional[int] = ..., swap_free_bytes: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SessionHandle(_message.Message):
     __slots__ = ("session_id", "generation")

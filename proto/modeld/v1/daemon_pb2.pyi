@@ -94,7 +94,7 @@ class SlotStatus(_message.Message):
     def __init__(self, backend: _Optional[str] = ..., state: _Optional[_Union[SlotState, str]] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., generation: _Optional[int] = ..., sessions: _Optional[int] = ..., queued: _Optional[int] = ..., holder_operation: _Optional[str] = ..., holder_age_seconds: _Optional[float] = ..., context: _Optional[_Union[_common_pb2.ContextNumbers, _Mapping]] = ..., last_fatal: _Optional[str] = ..., idle_release_in_seconds: _Optional[float] = ..., reclaimable_bytes: _Optional[int] = ..., worker: _Optional[_Union[WorkerStatus, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("owner_instance_id", "version", "protocol_version", "generation", "uptime_seconds", "data_root", "endpoints", "slots", "draining", "memory_total_bytes", "memory_available_bytes", "supervisor_rss_bytes", "pid", "quarantined_models", "supervisor_cpu_seconds")
+    __slots__ = ("owner_instance_id", "version", "protocol_version", "generation", "uptime_seconds", "data_root", "endpoints", "slots", "draining", "memory_total_bytes", "memory_available_bytes", "supervisor_rss_bytes", "pid", "quarantined_models", "supervisor_cpu_seconds", "machine")
     OWNER_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class StatusResponse(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_MODELS_FIELD_NUMBER: _ClassVar[int]
     SUPERVISOR_CPU_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
     owner_instance_id: str
     version: str
     protocol_version: int
@@ -125,7 +126,8 @@ class StatusResponse(_message.Message):
     pid: int
     quarantined_models: _containers.RepeatedScalarFieldContainer[str]
     supervisor_cpu_seconds: float
-    def __init__(self, owner_instance_id: _Optional[str] = ..., version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., generation: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., data_root: _Optional[str] = ..., endpoints: _Optional[_Iterable[str]] = ..., slots: _Optional[_Iterable[_Union[SlotStatus, _Mapping]]] = ..., draining: _Optional[bool] = ..., memory_total_bytes: _Optional[int] = ..., memory_available_bytes: _Optional[int] = ..., supervisor_rss_bytes: _Optional[int] = ..., pid: _Optional[int] = ..., quarantined_models: _Optional[_Iterable[str]] = ..., supervisor_cpu_seconds: _Optional[float] = ...) -> None: ...
+    machine: _common_pb2.Machine
+    def __init__(self, owner_instance_id: _Optional[str] = ..., version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., generation: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., data_root: _Optional[str] = ..., endpoints: _Optional[_Iterable[str]] = ..., slots: _Optional[_Iterable[_Union[SlotStatus, _Mapping]]] = ..., draining: _Optional[bool] = ..., memory_total_bytes: _Optional[int] = ..., memory_available_bytes: _Optional[int] = ..., supervisor_rss_bytes: _Optional[int] = ..., pid: _Optional[int] = ..., quarantined_models: _Optional[_Iterable[str]] = ..., supervisor_cpu_seconds: _Optional[float] = ..., machine: _Optional[_Union[_common_pb2.Machine, _Mapping]] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
     __slots__ = ()

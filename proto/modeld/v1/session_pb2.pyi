@@ -630,7 +630,14 @@ class ExplainContextResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., resolution: _Optional[_Union[_common_pb2.Resolution, _Mapping]] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ..., retained: _Optional[int] = ..., seen_tokens: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[ResolvedSegment, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[ResidentBlock, _Mapping]]] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., last_fatal: _Optional[str] = ..., generated_turn_ids: _Optional[_Iterable[str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("model", "model_type", "window", "k_type", "v_type", "prompt_format", "profile_id", "session_id")
+    __slots__ = ("model", "model_type", "window", "k_type", "v_type", "prompt_format", "profile_id", "session_id", "sessions", "machine", "what_if", "companions")
+    class WhatIfEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
@@ -639,6 +646,10 @@ class DescribeRequest(_message.Message):
     PROMPT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     PROFILE_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    WHAT_IF_FIELD_NUMBER: _ClassVar[int]
+    COMPANIONS_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_type: str
     window: int
@@ -647,10 +658,44 @@ class DescribeRequest(_message.Message):
     prompt_format: str
     profile_id: str
     session_id: str
-    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., window: _Optional[int] = ..., k_type: _Optional[str] = ..., v_type: _Optional[str] = ..., prompt_format: _Optional[str] = ..., profile_id: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
+    sessions: int
+    machine: str
+    what_if: _containers.ScalarMap[str, str]
+    companions: Companions
+    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., window: _Optional[int] = ..., k_type: _Optional[str] = ..., v_type: _Optional[str] = ..., prompt_format: _Optional[str] = ..., profile_id: _Optional[str] = ..., session_id: _Optional[str] = ..., sessions: _Optional[int] = ..., machine: _Optional[str] = ..., what_if: _Optional[_Mapping[str, str]] = ..., companions: _Optional[_Union[Companions, _Mapping]] = ...) -> None: ...
+
+class Companions(_message.Message):
+    __slots__ = ("projector_bytes", "projector_compute_bytes", "adapter_bytes", "draft_bytes")
+    PROJECTOR_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROJECTOR_COMPUTE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    projector_bytes: int
+    projector_compute_bytes: int
+    adapter_bytes: int
+    draft_bytes: int
+    def __init__(self, projector_bytes: _Optional[int] = ..., projector_compute_bytes: _Optional[int] = ..., adapter_bytes: _Optional[int] = ..., draft_bytes: _Optional[int] = ...) -> None: ...
+
+class LayerRun(_message.Message):
+    __slots__ = ("count", "kind", "kv_heads", "key_length", "value_length", "window", "state_bytes")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    KEY_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    VALUE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    kind: str
+    kv_heads: int
+    key_length: int
+    value_length: int
+    window: int
+    state_bytes: int
+    def __init__(self, count: _Optional[int] = ..., kind: _Optional[str] = ..., kv_heads: _Optional[int] = ..., key_length: _Optional[int] = ..., value_length: _Optional[int] = ..., window: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
-    __slots__ = ("architecture", "layers", "embedding_length", "heads", "kv_heads", "key_length", "value_length", "context_length", "vocabulary", "sliding_window", "quantization", "file_bytes", "has_chat_template", "name")
+    __slots__ = ("architecture", "layers", "embedding_length", "heads", "kv_heads", "key_length", "value_length", "context_length", "vocabulary", "sliding_window", "quantization", "file_bytes", "has_chat_template", "name", "layer_runs", "weights_bytes", "input_bytes", "output_bytes", "pooling", "parts", "unknown_pattern", "window_pattern_source")
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -665,6 +710,14 @@ class ModelFacts(_message.Message):
     FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    LAYER_RUNS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INPUT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_PATTERN_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_PATTERN_SOURCE_FIELD_NUMBER: _ClassVar[int]
     architecture: str
     layers: int
     embedding_length: int
@@ -679,10 +732,18 @@ class ModelFacts(_message.Message):
     file_bytes: int
     has_chat_template: bool
     name: str
-    def __init__(self, architecture: _Optional[str] = ..., layers: _Optional[int] = ..., embedding_length: _Optional[int] = ..., heads: _Optional[int] = ..., kv_heads: _Optional[_Iterable[int]] = ..., key_length: _Optional[int] = ..., value_length: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary: _Optional[int] = ..., sliding_window: _Optional[int] = ..., quantization: _Optional[str] = ..., file_bytes: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., name: _Optional[str] = ...) -> None: ...
+    layer_runs: _containers.RepeatedCompositeFieldContainer[LayerRun]
+    weights_bytes: int
+    input_bytes: int
+    output_bytes: int
+    pooling: str
+    parts: int
+    unknown_pattern: bool
+    window_pattern_source: str
+    def __init__(self, architecture: _Optional[str] = ..., layers: _Optional[int] = ..., embedding_length: _Optional[int] = ..., heads: _Optional[int] = ..., kv_heads: _Optional[_Iterable[int]] = ..., key_length: _Optional[int] = ..., value_length: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary: _Optional[int] = ..., sliding_window: _Optional[int] = ..., quantization: _Optional[str] = ..., file_bytes: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., name: _Optional[str] = ..., layer_runs: _Optional[_Iterable[_Union[LayerRun, _Mapping]]] = ..., weights_bytes: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ..., pooling: _Optional[str] = ..., parts: _Optional[int] = ..., unknown_pattern: _Optional[bool] = ..., window_pattern_source: _Optional[str] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("model", "model_type", "resident", "identity", "resolution", "questions", "capabilities", "facts", "resolution_source", "template_supports_tools")
+    __slots__ = ("model", "model_type", "resident", "identity", "resolution", "questions", "capabilities", "facts", "resolution_source", "template_supports_tools", "machine")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_FIELD_NUMBER: _ClassVar[int]
@@ -693,6 +754,7 @@ class DescribeResponse(_message.Message):
     FACTS_FIELD_NUMBER: _ClassVar[int]
     RESOLUTION_SOURCE_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_SUPPORTS_TOOLS_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_type: str
     resident: bool
@@ -703,7 +765,8 @@ class DescribeResponse(_message.Message):
     facts: ModelFacts
     resolution_source: str
     template_supports_tools: bool
-    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., resident: _Optional[bool] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., resolution: _Optional[_Union[_common_pb2.Resolution, _Mapping]] = ..., questions: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., facts: _Optional[_Union[ModelFacts, _Mapping]] = ..., resolution_source: _Optional[str] = ..., template_supports_tools: _Optional[bool] = ...) -> None: ...
+    machine: _common_pb2.Machine
+    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., resident: _Optional[bool] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., resolution: _Optional[_Union[_common_pb2.Resolution, _Mapping]] = ..., questions: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., facts: _Optional[_Union[ModelFacts, _Mapping]] = ..., resolution_source: _Optional[str] = ..., template_supports_tools: _Optional[bool] = ..., machine: _Optional[_Union[_common_pb2.Machine, _Mapping]] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
     __slots__ = ("model", "texts")
