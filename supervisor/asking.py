@@ -1,0 +1,65 @@
+"""Asks a backend's engine about a model file, in a short-lived process: neither is trusted.
+
+Maps every way in which that can fail to an answer that says ``unknown``. Blocks; use a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+
+import msgspec
+
+from modeld.shared.asking import AskAnswer, AskRequest
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 120.0
+MAX_ANSWER_BYTES = 1 << 20
+MODULES = {"llama": "modeld.workers.llama.ask"}
+
+
+def ask_engine(backend: str, request: AskRequest, timeout_s: float = TIMEOUT_S) -> AskAnswer:
+    """What the linked engine says of the file; ``loader`` "unknown" with the reason if nothing."""
+    module = MODULES.get(backend)
+    if module is None:
+        return _unknown(f"the {backend} backend can't be asked before a load")
+    # -P: what lies in the current folder must not be imported in place of the package.
+    command = [sys.executable, "-P", "-m", module]
+    try:
+        done = subprocess.run(
+            command,
+            input=msgspec.json.encode(request),
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return _unknown(f"the engine took longer than {timeout_s:g} s to answer")
+    except OSError as error:
+        return _unknown(f"the engine could not be asked: {error.strerror or error}")
+    if done.returncode != 0:
+        log.warning("asking the engine failed: %s", done.stderr[-2000:].decode(errors="replace"))
+        return _unknown(f"asking the engine ended with {_ending(done.returncode)}")
+    try:
+        if len(done.stdout) > MAX_ANSWER_BYTES:
+            raise ValueError(f"{len(done.stdout)} bytes")
+        return msgspec.json.decode(done.stdout, type=AskAnswer)
+    except (ValueError, msgspec.MsgspecError) as error:
+        log.warning("the engine's answer can't be read: %s", error)
+        return _unknown("the engine gave no usable answer")
+
+
+def _unknown(why: str) -> AskAnswer:
+    return AskAnswer(loader="unknown", words=why)
+
+
+def _ending(returncode: int) -> str:
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return f"signal {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"signal {-returncode}"

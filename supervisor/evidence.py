@@ -1,0 +1,217 @@
+"""What has been found out about a model on this machine: asked of the engine, seen after loads.
+
+One file a model digest below ``<data_root>/evidence``. All of it can be found out again, so that
+a torn or foreign file is dropped with a log line, and a full disk costs only the memory of it.
+Knows no policy and no engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import msgspec
+
+from modeld.shared.asking import AskAnswer, AskPoint
+from modeld.shared.capabilities import Capability
+from modeld.shared.capacity import EngineMeasure, MeasuredPoint
+from modeld.shared.errors import StorageFull
+from modeld.shared.messages import QualityOut
+from modeld.shared.quality import Continuation, judge
+from modeld.supervisor.durable import write_atomic
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+MAX_FILE_BYTES = 1 << 20
+MAX_FILES = 1000  # models; the least recently changed go first
+MAX_POINTS = 64  # kept of the loads of one setting
+
+
+class Costs(msgspec.Struct, kw_only=True):
+    """What contexts cost under one choice of batch sizes and KV types."""
+
+    dry: list[AskPoint] = []  # asked with nothing allocated
+    loads: list[AskPoint] = []  # reported after contexts were made
+    notes: list[str] = []
+
+
+class BuildEvidence(msgspec.Struct, kw_only=True):
+    """What one build of an engine answered."""
+
+    backend_version: str = ""
+    loader: str = "unknown"
+    words: str = ""
+    generates: str = ""
+    traits: dict[str, int] = {}
+    costs: dict[str, Costs] = {}
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """One run of the greedy probe."""
+
+    build: str
+    backend_version: str
+    placement: str  # host | device | split
+    unix_ms: int
+    prompt_ids: list[int]
+    ids: list[int]
+    margins: list[float]
+
+
+class Evidence(msgspec.Struct, kw_only=True):
+    version: int = VERSION
+    digest: str = ""
+    builds: dict[str, BuildEvidence] = {}
+    reference: Run | None = None
+    latest: Run | None = None  # the latest run after the reference
+
+
+def cost_key(n_batch: int, n_ubatch: int, k_type: str, v_type: str, flash_attn: bool) -> str:
+    return f"batch {n_batch}/{n_ubatch}, K {k_type}, V {v_type}, flash {int(flash_attn)}"
+
+
+class EvidenceStore:
+    """Evidence by model digest. Methods that write block on the disk."""
+
+    def __init__(self, data_root: Path) -> None:
+        self._folder = data_root / "evidence"
+        self._cache: dict[str, Evidence] = {}
+
+    def get(self, digest: str) -> Evidence:
+        """What is known; empty where nothing is."""
+        found = self._cache.get(digest)
+        if found is None:
+            found = self._cache[digest] = self._read(digest)
+        return found
+
+    def build(self, digest: str, build: str) -> BuildEvidence:
+        """What ``build`` said of the model; an empty one, not stored yet, where it said nothing."""
+        return self.get(digest).builds.get(build) or BuildEvidence()
+
+    def costs(self, digest: str, build: str, key: str) -> Costs | None:
+        return self.build(digest, build).costs.get(key)
+
+    def measure(self, digest: str, build: str, key: str) -> EngineMeasure:
+        """The points for the planner: dry runs, with what loads reported in their places."""
+        costs = self.costs(digest, build, key)
+        if costs is None:
+            return EngineMeasure()
+        points = {point.cells: point for point in (*costs.dry, *costs.loads)}
+        ordered = sorted(points.values(), key=lambda point: point.cells)
+        return EngineMeasure(
+            tuple(MeasuredPoint(p.cells, p.kv_bytes, p.compute_bytes) for p in ordered),
+            "dry run" if costs.dry else "loads",
+        )
+
+    # --- what is found out -----------------------------------------------------------------------
+
+    def asked(self, digest: str, key: str, answer: AskAnswer) -> None:
+        """Keep an answer. One that couldn't be had is kept in memory only: asked again later."""
+        evidence = self.get(digest)
+        known = evidence.builds.setdefault(answer.build_digest, BuildEvidence())
+        known.backend_version = answer.backend_version
+        known.loader, known.words = answer.loader, answer.words
+        known.generates, known.traits = answer.generates, answer.traits
+        costs = known.costs.setdefault(key, Costs())
+        costs.dry, costs.notes = answer.points, answer.notes
+        if answer.loader != "unknown":
+            self._write(evidence)
+
+    def loaded(self, digest: str, build: str, key: str, point: AskPoint) -> None:
+        """Keep what a context cost when it was really made."""
+        evidence = self.get(digest)
+        costs = evidence.builds.setdefault(build, BuildEvidence()).costs.setdefault(key, Costs())
+        if point in costs.loads:
+            return
+        others = [p for p in costs.loads if p.cells != point.cells]
+        costs.loads = [*others, point][-MAX_POINTS:]
+        self._write(evidence)
+
+    def wants_quality(self, digest: str, build: str, placement: str) -> bool:
+        """Whether a load should run the greedy probe: until this build has been compared here."""
+        evidence = self.get(digest)
+        seen = evidence.latest
+        return seen is None or (seen.build, seen.placement) != (build, placement)
+
+    def quality_seen(
+        self, digest: str, build: str, version: str, placement: str, seen: QualityOut
+    ) -> None:
+        evidence = self.get(digest)
+        run = Run(
+            build=build,
+            backend_version=version,
+            placement=placement,
+            unix_ms=time.time_ns() // 1_000_000,
+            prompt_ids=seen.prompt_ids,
+            ids=seen.ids,
+            margins=seen.margins,
+        )
+        if evidence.reference is None:
+            evidence.reference = run
+        else:
+            evidence.latest = run
+        self._write(evidence)
+
+    def quality(self, digest: str) -> Capability:
+        """The sixth question's answer."""
+        evidence = self.get(digest)
+        reference, latest = evidence.reference, evidence.latest
+        if reference is None:
+            return Capability(
+                "quality_certified", "unknown", "no greedy probe has run; the first load runs one"
+            )
+        if latest is None:
+            return Capability(
+                "quality_certified",
+                "unknown",
+                f"one run ({reference.backend_version}) is recorded as the reference; the next "
+                "load compares with it",
+            )
+        verdict = judge(_continuation(reference), _continuation(latest))
+        by = f"{latest.backend_version} on {latest.placement}"
+        if (latest.build, latest.placement) == (reference.build, reference.placement):
+            by += ", a second run"
+        return Capability("quality_certified", verdict.answer, f"{verdict.evidence} ({by})")
+
+    # --- files -----------------------------------------------------------------------------------
+
+    def _path(self, digest: str) -> Path:
+        return self._folder / f"{digest}.json"
+
+    def _read(self, digest: str) -> Evidence:
+        path = self._path(digest)
+        try:
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
+            evidence = msgspec.json.decode(path.read_bytes(), type=Evidence)
+        except FileNotFoundError:
+            return Evidence(digest=digest)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            log.warning("evidence on model %s is dropped: %s", digest[:12], error)
+            return Evidence(digest=digest)
+        if evidence.version != VERSION or evidence.digest != digest:
+            log.warning("evidence on model %s is another's or of another version", digest[:12])
+            return Evidence(digest=digest)
+        return evidence
+
+    def _write(self, evidence: Evidence) -> None:
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomic(self._path(evidence.digest), msgspec.json.encode(evidence))
+            self._prune()
+        except (StorageFull, OSError) as error:
+            log.warning("evidence on model %s isn't kept: %s", evidence.digest[:12], error)
+
+    def _prune(self) -> None:
+        files = list(self._folder.glob("*.json"))
+        if len(files) <= MAX_FILES:
+            return
+        files.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in files[: len(files) - MAX_FILES]:
+            path.unlink(missing_ok=True)
+
+
+def _continuation(run: Run) -> Continuation:
+    return Continuation(tuple(run.prompt_ids), tuple(run.ids), tuple(run.margins))
