@@ -236,6 +236,8 @@ class OpenResult(_Message):
     slot_compute_bytes: int = 0  # of those, compute buffers
     reclaimable_bytes: int = 0  # of those, what contexts without a session hold
     placed: list[PlacedOut] = []  # of this context, by device
+    slot_placed: list[PlacedOut] = []  # of all contexts in the slot, by device
+    reclaimable_placed: list[PlacedOut] = []  # of those, of contexts without a session
 
 
 class CloseOp(_Message):
@@ -249,6 +251,8 @@ class CloseResult(_Message):
     slot_bytes: int = 0
     slot_compute_bytes: int = 0
     reclaimable_bytes: int = 0
+    slot_placed: list[PlacedOut] = []
+    reclaimable_placed: list[PlacedOut] = []
 
 
 class EnsureOp(_Message):

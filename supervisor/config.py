@@ -14,11 +14,11 @@ import re
 import tempfile
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modeld.shared.capacity import CapacityPolicy
+from modeld.shared.capacity import CapacityPolicy, Placement
 from modeld.shared.lease_record import default_data_root
 from modeld.supervisor.settings import (
     BY_NAME,
@@ -37,6 +37,26 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = "modeld.toml"
 SOCKET_NAME = "modeld.sock"
+NO_DEVICES = ("none",)
+# What a plan depends on, and may be asked about as if it were otherwise.
+PLANNED = (
+    "max_sessions",
+    "max_window",
+    "floor_window",
+    "sessions_share",
+    "reserve_bytes",
+    "user_limit_bytes",
+    "k_type",
+    "v_type",
+    "placement",
+    "gpu_layers",
+    "devices",
+    "tensor_split",
+    "device_reserve_bytes",
+    "device_limit_bytes",
+    "n_batch",
+    "n_ubatch",
+)
 MAX_SOCKET_PATH_BYTES = 107  # the system's limit for a unix socket's path
 
 
@@ -62,6 +82,12 @@ class Config:
     user_limit_bytes: int
     k_type: str
     v_type: str
+    placement: str
+    gpu_layers: int
+    devices: tuple[str, ...]
+    tensor_split: tuple[float, ...]
+    device_reserve_bytes: int
+    device_limit_bytes: int
     n_batch: int
     n_ubatch: int
     threads: int
@@ -100,7 +126,30 @@ class Config:
             max_sessions=self.max_sessions,
             n_batch=self.n_batch,
             n_ubatch=self.n_ubatch,
+            placement=Placement(self.placement),
+            gpu_layers=0 if self.devices == NO_DEVICES else self.gpu_layers,
+            tensor_split=self.tensor_split,
+            device_reserve_bytes=self.device_reserve_bytes,
+            device_limit_bytes=self.device_limit_bytes,
         )
+
+    def with_settings(self, changes: Mapping[str, str], where: str) -> Config:
+        """The same with some settings of the planner as if they were these texts.
+
+        Raises ConfigError for one that can't be, or that a plan doesn't depend on.
+        """
+        values: dict[str, Any] = {}
+        for name, text in changes.items():
+            if name not in PLANNED:
+                raise ConfigError(
+                    f"{where}: {name[:80]!r} is no setting that a plan depends on. "
+                    f"Those are: {', '.join(PLANNED)}.",
+                    metadata={"source": where, "field": name[:80]},
+                )
+            values[name] = parse_value(BY_NAME[name], text, where)
+        config = replace(self, **values)
+        _check_together(config, dict.fromkeys(values, where))
+        return config
 
 
 def load_config(

@@ -25,6 +25,7 @@ from modeld.shared.ids import new_instance_id
 from modeld.supervisor.config import Config, split_address
 from modeld.supervisor.durable import private_folder
 from modeld.supervisor.events import EventBus
+from modeld.supervisor.evidence import EvidenceStore
 from modeld.supervisor.fleet import HeartbeatLimits, WorkerKeeper
 from modeld.supervisor.generation import GenerationStore
 from modeld.supervisor.launcher import LocalLauncher
@@ -32,6 +33,8 @@ from modeld.supervisor.lease import Lease
 from modeld.supervisor.link import Link
 from modeld.supervisor.model_slot import ModelSlot
 from modeld.supervisor.models.store import ModelStore
+from modeld.supervisor.planning import Planning, Probe
+from modeld.supervisor.probes.machine import MachineProbe
 from modeld.supervisor.process import sweep_leftovers
 from modeld.supervisor.rpc.daemon_service import DaemonService
 from modeld.supervisor.rpc.model_service import ModelService
@@ -67,7 +70,12 @@ EXIT_OK, EXIT_CANNOT_START, EXIT_LOST_OWNER = 0, 1, 3
 class Daemon:
     """One daemon over one data root. ``run`` returns the exit code."""
 
-    def __init__(self, config: Config, worker_modules: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        worker_modules: dict[str, str] | None = None,
+        probe: Probe | None = None,
+    ) -> None:
         self.config = config
         self.owner_instance_id = new_instance_id()
         self.draining = False
@@ -79,6 +87,7 @@ class Daemon:
         self._exit_code = EXIT_OK
         self._slots: dict[str, ModelSlot] = {}
         self._bus = EventBus()
+        self._probe = probe or MachineProbe()
         self._lease: Lease
 
     # --- the gate that every call passes -------------------------------------------------------
@@ -112,8 +121,9 @@ class Daemon:
             await link.start()
             stack.push_async_callback(link.close)
             store = await asyncio.to_thread(ModelStore, self.config.data_root)
+            evidence = EvidenceStore(self.config.data_root)
             for backend in self.config.backends:
-                self._slots[backend] = self._start_slot(backend, link, store, generations)
+                self._slots[backend] = self._start_slot(backend, link, store, generations, evidence)
             stack.push_async_callback(self._stop_workers)
             server, checks = self._build_server(store, generations)
             await self._tell_health(checks, health_pb2.HealthCheckResponse.SERVING)
@@ -143,9 +153,15 @@ class Daemon:
         link: Link,
         store: ModelStore,
         generations: GenerationStore,
+        evidence: EvidenceStore,
     ) -> ModelSlot:
         slot = ModelSlot(
-            backend, config=self.config, store=store, generations=generations, bus=self._bus
+            backend,
+            config=self.config,
+            store=store,
+            generations=generations,
+            bus=self._bus,
+            planning=Planning(backend, self.config, self._probe, evidence),
         )
         keeper = WorkerKeeper(
             backend,

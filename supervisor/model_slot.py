@@ -11,16 +11,15 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from modeld.shared import manifest
 from modeld.shared.capabilities import Capability, parse_capability
 from modeld.shared.capacity import (
     CapacityRequest,
-    MemorySnapshot,
-    ModelFacts,
+    Companions,
+    MachineReading,
     Resolution,
     SlotUse,
 )
@@ -28,6 +27,7 @@ from modeld.shared.errors import (
     BackendMismatch,
     GenerationStale,
     ModeldError,
+    ModelLoadFailed,
     ModelNotActive,
     ModelQuarantined,
     NotOwner,
@@ -40,7 +40,6 @@ from modeld.shared.messages import (
     ChunkOut,
     CloseOp,
     CloseResult,
-    LoadOp,
     LoadResult,
     OpenOp,
     OpenResult,
@@ -48,16 +47,17 @@ from modeld.shared.messages import (
     Progress,
     UnloadOp,
 )
-from modeld.shared.planner.capacity import confirm, resolve
+from modeld.shared.planner.capacity import confirm
 from modeld.supervisor.config import Config
 from modeld.supervisor.events import EventBus
+from modeld.supervisor.findings import check_context, check_load
 from modeld.supervisor.fleet import Death, WorkerKeeper
 from modeld.supervisor.generation import GenerationStore
 from modeld.supervisor.idle import IdleTimer
 from modeld.supervisor.lifecycle import WorkerState
 from modeld.supervisor.link import Operation
-from modeld.shared.host_memory import host_memory
 from modeld.supervisor.models.store import ModelStore, StoredModel
+from modeld.supervisor.planning import Planning, Question, allowed
 from modeld.supervisor.queue import Hold, TurnQueue
 from modeld.supervisor.sessions import Session, SessionRegistry, check_attach
 from modeld.supervisor.slot import VACANT, QuarantineLedger, SlotMachine
@@ -85,6 +85,7 @@ from modeld.supervisor.slot_events import (
     UnloadRequested,
     WorkerDied,
 )
+from modeld.supervisor.slot_plan import NO_COMPANIONS, Resident, SlotPlan
 
 logger = logging.getLogger(__name__)
 
@@ -103,21 +104,22 @@ _REQUESTS = (LoadRequested, SwitchRequested, UnloadRequested, IdleExpired)
 
 
 @dataclass(frozen=True)
-class Resident:
-    """The loaded model and what the worker reported of it."""
-
-    model: StoredModel
-    facts: ModelFacts
-    load: LoadResult
-
-
-@dataclass(frozen=True)
 class OpenRequest:
     model: str
     capacity: CapacityRequest
     session_key: str
     profile_id: str
     prompt_format: str
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A hypothetical question. ``machine`` None: this one; ``settings`` as if they were these."""
+
+    request: CapacityRequest
+    companions: Companions = NO_COMPANIONS
+    machine: MachineReading | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,14 +155,15 @@ class ModelSlot:
         store: ModelStore,
         generations: GenerationStore,
         bus: EventBus,
-        memory: Callable[[], MemorySnapshot] = host_memory,
+        planning: Planning,
     ) -> None:
         self.backend = backend
         self.config = config
         self._store = store
         self._generations = generations
         self._bus = bus
-        self._memory = memory
+        self.planning = planning
+        self.plan = SlotPlan(config, store, planning)
         self.keeper: WorkerKeeper  # set by attach_keeper, which the daemon calls at once
         self.quarantine = QuarantineLedger()
         self.machine = SlotMachine(self.quarantine)
@@ -173,7 +176,6 @@ class ModelSlot:
         self.last_fatal = ""
         self.latest: Resolution | None = None  # of the latest opened session
         self._op_ids = itertools.count(1)
-        self._use = SlotUse()
         self._background: set[asyncio.Task[None]] = set()
         self.sessions.bumped(generations.current, generations.last_cause)
 
@@ -204,7 +206,7 @@ class ModelSlot:
                 self.sessions.evict()
                 self.queue.release_parked()
                 self.latest = None
-                self._use = SlotUse()
+                self.plan.reset()
                 self.idle.clear()
             elif isinstance(instruction, FailWaiters):
                 self._fail_waiters(instruction)
@@ -249,6 +251,9 @@ class ModelSlot:
 
     def worker_changed(self) -> None:
         """Called by the keeper when the worker's state changed."""
+        hello = self.keeper.hello
+        if hello is not None and hello.build_digest != self.planning.build:
+            self.planning.heard_of(hello.build_digest, hello.backend_version, hello.devices)
         self._emit("worker", state=self.keeper.state.name)
 
     def clear_quarantine(self, digest: str) -> bool:
@@ -414,19 +419,26 @@ class ModelSlot:
         caller: Caller,
         report: Report = _ignore_progress,
         *,
+        capacity: CapacityRequest | None = None,
         force_switch: bool = False,
         expected_generation: int | None = None,
     ) -> float:
         """Make ``model`` resident; the seconds the load took (0: it was resident).
 
+        ``capacity`` is what a session will ask of it: it decides what goes to accelerators.
+
         Raises SwitchRequired, ModelLoadFailed, ModelQuarantined, InsufficientMemory,
         WorkerUnavailable, ModelBusy or GenerationStale.
         """
         started = time.monotonic()
+        if capacity is None:
+            capacity = CapacityRequest(k_type=self.config.k_type, v_type=self.config.v_type)
+        if not self._is_resident(model):
+            await self.planning.ensure_asked(model, capacity)
         while True:
             try:
                 return await self._ensure_loaded(
-                    model, caller, report, force_switch, expected_generation
+                    model, caller, report, capacity, force_switch, expected_generation
                 )
             except GenerationStale:
                 # The slot was reset while this call waited; it has no handle that could be stale.
@@ -438,6 +450,7 @@ class ModelSlot:
         model: StoredModel,
         caller: Caller,
         report: Report,
+        capacity: CapacityRequest,
         force_switch: bool,
         expected_generation: int | None,
     ) -> float:
@@ -451,7 +464,7 @@ class ModelSlot:
             if self._is_resident(model):
                 return 0.0
             self._refuse_switch(model, force_switch)
-            return await self._load(model, caller, report)
+            return await self._load(model, caller, report, capacity)
 
     def _is_resident(self, model: StoredModel) -> bool:
         return self.resident is not None and self.resident.model.digest == model.digest
@@ -472,7 +485,9 @@ class ModelSlot:
             },
         )
 
-    async def _load(self, model: StoredModel, caller: Caller, report: Report) -> float:
+    async def _load(
+        self, model: StoredModel, caller: Caller, report: Report, capacity: CapacityRequest
+    ) -> float:
         started = time.monotonic()
         if self.quarantine.is_quarantined(model.digest):
             raise ModelQuarantined(
@@ -480,12 +495,14 @@ class ModelSlot:
                 "worker's log, then clear it with ClearQuarantine or replace the model.",
                 metadata={"model": model.name, "digest": model.digest, "cause": self.last_fatal},
             )
-        facts = model.facts
         await report("starting_worker", 0.0)
         await self.keeper.ready(caller.deadline)
+        self._refuse_unloadable(model)
         switching = self.resident is not None
         # Refuse before anything is given up: with the resident model's memory counted as free.
-        self._plan(facts, CapacityRequest(), replacing=switching)
+        machine = await self.planning.read()
+        question = self._question(model, capacity)
+        planned = self.plan.resolve(question, machine)
         target = SlotModel(model.name, model.digest)
         if switching:
             self._give_up_resident(SwitchRequested(target))
@@ -498,16 +515,9 @@ class ModelSlot:
             if isinstance(payload, Progress):
                 await report(payload.stage, payload.fraction)
 
-        c = self.config
-        request = LoadOp(
-            path=str(model.path),
-            model=model.name,
-            digest=model.digest,
-            n_batch=c.n_batch,
-            n_ubatch=c.n_ubatch,
-            threads=c.threads,
-            max_contexts=c.max_sessions,
-        )
+        digest, build = model.digest, self.planning.build
+        quality = self.planning.evidence.wants_quality(digest, build, planned.placement)
+        request = self.plan.load_op(model, planned, quality=quality)
         try:
             result = await self.call(request, on_data=on_data)
         except BaseException as error:
@@ -519,11 +529,34 @@ class ModelSlot:
                     self.spawn(self._discard_load())
             raise
         assert isinstance(result, LoadResult)
-        self.resident = Resident(model, facts, result)
-        self._use = SlotUse(weights_resident=True)
+        findings = check_load(model.facts, result, planned)
+        self.resident = Resident(model, model.facts, result, planned, findings)
+        self.plan.loaded(result, planned)
+        self._tell_findings(findings)
         self.apply(LoadDone())
         self.idle.touch(time.monotonic())
+        if result.quality is not None:
+            await self.planning.quality_seen(digest, planned.placement, result.quality)
         return time.monotonic() - started
+
+    def _refuse_unloadable(self, model: StoredModel) -> None:
+        """The engine has said that it can't load this file: it isn't made to try."""
+        known = self.planning.known_of(model.digest)
+        if known.loader == "no":
+            raise ModelLoadFailed(
+                f"The engine refused the model {model.name!r}. It said: {known.words}.",
+                metadata={
+                    "cause": "engine",
+                    "model": model.name,
+                    "architecture": model.facts.architecture,
+                    "backend_version": known.backend_version,
+                },
+            )
+
+    def _tell_findings(self, findings: tuple[str, ...]) -> None:
+        for finding in findings:
+            logger.warning("%s: %s", self.model_name, finding)
+            self._emit("finding", cause=finding)
 
     async def _discard_load(self) -> None:
         with contextlib.suppress(ModeldError):
@@ -594,25 +627,38 @@ class ModelSlot:
 
     # --- planning ------------------------------------------------------------------------------
 
-    def _plan(
-        self, facts: ModelFacts, request: CapacityRequest, *, replacing: bool = False
-    ) -> Resolution:
-        use = self._use
-        if replacing:
-            # Mapped weights count as available already; only the contexts come back.
-            use = SlotUse(
-                reclaimable_bytes=self._use.resident_bytes, compute_bytes=self._use.compute_bytes
-            )
-        return resolve(facts, request, self.config.capacity_policy(), self._memory(), use)
+    def _question(
+        self, model: StoredModel, request: CapacityRequest, companions: Companions = NO_COMPANIONS
+    ) -> Question:
+        return self.plan.question(
+            model,
+            request,
+            resident=self._is_resident(model),
+            occupied=self.resident is not None,
+            companions=companions,
+        )
 
-    def hypothetical(self, model: StoredModel, request: CapacityRequest) -> Resolution:
-        """What opening a session now would be given; nothing is loaded for it."""
-        return self._plan(model.facts, request, replacing=not self._is_resident(model))
+    async def hypothetical(
+        self, model: StoredModel, what: WhatIf
+    ) -> tuple[Resolution, MachineReading]:
+        """What opening a session now would be given, and from which readings; a refusal comes as
+        an answer. Nothing is loaded for it.
+        """
+        config = self.config.with_settings(what.settings, "what_if") if what.settings else None
+        await self.planning.ensure_asked(model, what.request, config)
+        question = self._question(model, what.request, what.companions)
+        machine = what.machine
+        if machine is None:
+            machine = await self.planning.read()
+        else:  # nothing of this slot lives on that machine
+            machine = allowed(machine, (config or self.config).devices)
+            question = replace(question, use=SlotUse())
+        question = replace(question, alternatives=self.plan.alternatives(model.facts))
+        return self.planning.survey(question, machine, config), machine
 
     def identity(
         self,
         model: StoredModel,
-        facts: ModelFacts,
         request: CapacityRequest,
         *,
         window: int,
@@ -620,39 +666,14 @@ class ModelSlot:
         profile_id: str,
     ) -> Identity:
         """The identity of a session; ``runtime_digest`` is "" while the model isn't resident."""
-        hello = self.keeper.hello
         load = self.resident.load if self.resident and self._is_resident(model) else None
-        kv = manifest.kv_digest(
-            model_digest=model.digest,
-            adapters=(),
-            rope=facts.rope,
-            k_type=request.k_type,
-            v_type=request.v_type,
-            flash_attn=False,
-            build_digest=hello.build_digest if hello else "",
-            state_layout=hello.state_layout if hello else "",
-        )
-        runtime = ""
-        if load is not None:
-            runtime = manifest.runtime_digest(
-                kv=kv,
-                window=window,
-                n_batch=self.config.n_batch,
-                n_ubatch=self.config.n_ubatch,
-                n_gpu_layers=0,
-                tensor_split=(),
-                threads=load.threads,
-            )
-        return Identity(
-            backend=self.backend,
-            backend_version=hello.backend_version if hello else "",
-            model_digest=model.digest,
-            adapters=(),
-            prompt_format=prompt_format or ("chat" if facts.has_template else "raw"),
-            prompt_template_digest=facts.template_digest,
-            add_bos=facts.add_bos,
-            kv_digest=kv,
-            runtime_digest=runtime,
+        return self.plan.identity(
+            model,
+            request,
+            hello=self.keeper.hello,
+            load=load,
+            window=window,
+            prompt_format=prompt_format,
             profile_id=profile_id,
         )
 
@@ -670,7 +691,7 @@ class ModelSlot:
                 attached = self._attach(request)
                 if attached is not None:
                     return attached
-                load_s += await self.ensure_loaded(model, caller, report)
+                load_s += await self.ensure_loaded(model, caller, report, capacity=request.capacity)
                 async with self.hold("", "open", caller) as hold:
                     # Waiting may have changed everything: look again.
                     attached = self._attach(request)
@@ -708,13 +729,13 @@ class ModelSlot:
 
     async def _open(self, model: StoredModel, request: OpenRequest) -> Session:
         assert self.resident is not None
-        facts, load = self.resident.facts, self.resident.load
+        load = self.resident.load
         await self._make_place()
-        planned = self._plan(facts, request.capacity)
+        machine = await self.planning.read()
+        planned = self.plan.resolve(self._question(model, request.capacity), machine)
         window = planned.numbers.effective.tokens
         identity = self.identity(
             model,
-            facts,
             request.capacity,
             window=window,
             prompt_format=request.prompt_format,
@@ -731,16 +752,28 @@ class ModelSlot:
                 kv_digest=identity.kv_digest,
                 runtime_digest=identity.runtime_digest,
                 free_bytes=planned.free_bytes,
+                compute_bytes=planned.compute_bytes if not planned.gpu_layers else 0,
             )
         )
         assert isinstance(result, OpenResult)
+        findings = check_context(planned, result)
+        self._tell_findings(findings)
         resolution = confirm(
             planned,
             window=result.window,
             slot_cells=result.slot_cells,
             kv_bytes=result.kv_bytes,
             compute_bytes=result.compute_bytes,
+            findings=self.resident.findings + findings,
         )
+        if not planned.gpu_layers:
+            await self.planning.context_made(
+                model.digest,
+                request.capacity,
+                result.window,
+                result.kv_bytes,
+                result.compute_bytes,
+            )
         now = time.monotonic()
         session = Session(
             session_id=session_id,
@@ -755,7 +788,7 @@ class ModelSlot:
             used_at=now,
         )
         self.sessions.add(session)
-        self._count_use(result)
+        self.plan.count(result, len(self.sessions))
         self.latest = resolution
         self._bus.emit(
             "session",
@@ -779,19 +812,9 @@ class ModelSlot:
             oldest = min(detached, key=lambda session: session.used_at)
             await self.close(oldest, why="closed while detached, to make room for another session")
 
-    def _count_use(self, told: OpenResult | CloseResult) -> None:
-        self._use = replace(
-            self._use,
-            cells=told.slot_cells,
-            resident_bytes=told.slot_bytes,
-            reclaimable_bytes=told.reclaimable_bytes,
-            compute_bytes=told.slot_compute_bytes,
-            sessions=len(self.sessions),
-        )
-
     @property
     def use(self) -> SlotUse:
-        return self._use
+        return self.plan.use
 
     async def close(self, session: Session, *, why: str, discard: bool = False) -> int:
         """Close a session; how many tokens stay behind as reclaimable cache.
@@ -813,7 +836,7 @@ class ModelSlot:
         )
         result = await self.call(CloseOp(session_id=session.session_id, discard=discard))
         assert isinstance(result, CloseResult)
-        self._count_use(result)
+        self.plan.count(result, len(self.sessions))
         return result.retained
 
     def require_active(self, model: StoredModel) -> Resident:

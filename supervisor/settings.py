@@ -30,8 +30,9 @@ class ConfigError(InvalidRequest):
 
 @dataclass(frozen=True)
 class Setting:
-    """One row. ``kind`` is text, int, seconds, size, bool, choice, list or path; ``minimum`` and
-    ``maximum`` are inclusive; ``zero`` says what 0 means where it is outside the range."""
+    """One row. ``kind`` is text, int, seconds, size, bool, choice, list (of choices), names (any),
+    shares (numbers) or path; ``minimum`` and ``maximum`` are inclusive; ``zero`` says what 0 means
+    where it is outside the range."""
 
     name: str
     kind: str
@@ -65,9 +66,13 @@ class Setting:
             return "host:port, or nothing for a unix socket in the data root"
         what = {
             "int": "a whole number",
+            "names": "a list of names, none twice",
+            "shares": "a list of numbers of at least 0, not all 0",
             "seconds": "a number of seconds",
             "size": "a size in bytes, or like '512MiB' (KiB, MiB, GiB, TiB, KB, MB, GB, TB)",
         }[self.kind]
+        if self.kind in ("names", "shares"):
+            return what
         low, high = self._shown(self.minimum), self._shown(self.maximum)
         span = f" from {low} to {high}" if self.maximum < math.inf else f" of at least {low}"
         return f"{what}{span}" + (f", or 0 ({self.zero})" if self.zero and self.minimum > 0 else "")
@@ -109,6 +114,30 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("user_limit_bytes", "size", 0, "most memory that modeld may plan with; 0: no limit"),
     Setting("k_type", "choice", "f16", "KV cache type of the keys", choices=KV_TYPES),
     Setting("v_type", "choice", "f16", "KV cache type of the values", choices=KV_TYPES),
+    Setting(
+        "placement", "choice", "refuse",
+        "when a model doesn't fit the accelerators whole: refuse it, or shed layers to the host",
+        choices=("refuse", "shed"),
+    ),
+    Setting(
+        "gpu_layers", "int", -1,
+        "layers on accelerators, the output counted as one; -1: as many as planned; 0: none",
+        -1, 10_000,
+    ),
+    Setting(
+        "devices", "names", (),
+        "accelerators to use, as the engine names them; empty: all, 'none': none",
+    ),
+    Setting(
+        "tensor_split", "shares", (), "shares of the layers for each device; empty: planned"
+    ),
+    Setting(
+        "device_reserve_bytes", "size", 0,
+        "memory left free on each accelerator; 0: the default for it",
+    ),
+    Setting(
+        "device_limit_bytes", "size", 0, "most memory to plan with on each accelerator; 0: no limit"
+    ),
     Setting("n_batch", "int", 512, "tokens in a decode call", 1, 65536),
     Setting("n_ubatch", "int", 512, "tokens between checks for a cancel", 1, 65536),
     Setting("threads", "int", 0, "engine threads; 0: what is free", 0, 1024),
@@ -195,8 +224,10 @@ def parse_value(setting: Setting, value: object, where: str) -> Any:
         if plain is False or plain in ("false", "no", "off", "0"):
             return False
         raise _bad(setting, value, where)
-    if setting.kind == "list":
+    if setting.kind in ("list", "names"):
         return _names(setting, value, where)
+    if setting.kind == "shares":
+        return _shares(setting, value, where)
     if not isinstance(value, str | Path):
         raise _bad(setting, value, where, f"It is of type {type(value).__name__}.")
     text = str(value).strip()
@@ -236,9 +267,26 @@ def _names(setting: Setting, value: object, where: str) -> tuple[str, ...]:
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         raise _bad(setting, value, where)
     names = tuple(dict.fromkeys(part.strip() for part in parts))
+    if setting.kind == "names":
+        return tuple(name for name in names if name)
     if not names or not set(names) <= set(setting.choices):
         raise _bad(setting, value, where)
     return names
+
+
+def _shares(setting: Setting, value: object, where: str) -> tuple[float, ...]:
+    parts = [p for p in value.split(",") if p.strip()] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        raise _bad(setting, value, where)
+    try:
+        shares = tuple(float(part) for part in parts if not isinstance(part, bool))
+    except (TypeError, ValueError):
+        raise _bad(setting, value, where) from None
+    if len(shares) != len(parts) or not all(math.isfinite(s) and s >= 0 for s in shares):
+        raise _bad(setting, value, where)
+    if shares and not any(shares):
+        raise _bad(setting, value, where)
+    return shares
 
 
 def _path(setting: Setting, text: str, where: str) -> str:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from modeld.shared.capabilities import Capability
-from modeld.shared.capacity import Number, Reason, Resolution, SixNumbers
+from modeld.shared.capacity import (
+    DeviceReading,
+    MachineReading,
+    ModelFacts,
+    Number,
+    Reason,
+    Refusal,
+    Resolution,
+    SixNumbers,
+)
 from modeld.shared.errors import DigestMismatch, InvalidRequest, ManifestMismatch, unsupported
 from modeld.shared.ids import ROLE
 from modeld.shared.manifest import (
@@ -90,6 +99,93 @@ def resolution(value: Resolution) -> common.Resolution:
         weights_bytes=value.weights_bytes,
         placement=value.placement,
         max_sessions=value.max_sessions,
+        gpu_layers=value.gpu_layers,
+        tensor_split=value.tensor_split,
+        devices=[common.DevicePlan(**asdict(row)) for row in value.devices],
+        shed=value.shed,
+        findings=value.findings,
+        refusal=_refusal(value.refusal) if value.refusal else None,
+        allocated=value.allocated,
+    )
+
+
+def _refusal(value: Refusal) -> common.Refusal:
+    return common.Refusal(
+        bound=_REASONS[value.bound],
+        message=value.message,
+        numbers=dict(value.numbers),
+        remedies=[common.Remedy(**asdict(remedy)) for remedy in value.remedies],
+    )
+
+
+def machine(value: MachineReading) -> common.Machine:
+    return common.Machine(
+        source=value.source,
+        host_total_bytes=value.host.total_bytes,
+        host_available_bytes=value.host.available_bytes,
+        cgroup_limit_bytes=value.host.limit_bytes,
+        host_known=value.host.known,
+        swap_total_bytes=value.host.swap_total_bytes,
+        swap_free_bytes=value.host.swap_free_bytes,
+        devices=[_device(device) for device in value.devices],
+        notes=value.notes,
+    )
+
+
+def _device(value: DeviceReading) -> common.Device:
+    return common.Device(
+        id=value.id,
+        name=value.name,
+        kind=value.kind.value,
+        total_bytes=value.total_bytes,
+        free_bytes=value.free_bytes,
+        known=value.known,
+        engine_name=value.engine_name,
+        shared_memory=value.shared_memory,
+        note=value.note,
+        processes=[common.DeviceProcess(**asdict(process)) for process in value.processes],
+        pci=value.pci,
+        parent=value.parent,
+    )
+
+
+def facts(value: ModelFacts) -> session.ModelFacts:
+    runs = value.layers
+    with_kv = next((run for run in runs if run.kv_heads), None)
+    return session.ModelFacts(
+        architecture=value.architecture,
+        layers=sum(run.count for run in runs),
+        embedding_length=value.embedding_length,
+        heads=value.heads,
+        kv_heads=sorted({run.kv_heads for run in runs}),
+        key_length=with_kv.key_length if with_kv else 0,
+        value_length=with_kv.value_length if with_kv else 0,
+        context_length=value.model_max,
+        vocabulary=value.vocabulary,
+        sliding_window=value.sliding_window,
+        quantization=value.quantization,
+        file_bytes=value.file_bytes,
+        has_chat_template=value.has_template,
+        name=value.name,
+        layer_runs=[
+            session.LayerRun(
+                count=run.count,
+                kind=run.kind.value,
+                kv_heads=run.kv_heads,
+                key_length=run.key_length,
+                value_length=run.value_length,
+                window=run.window_cells,
+                state_bytes=run.state_bytes,
+            )
+            for run in runs
+        ],
+        weights_bytes=value.weights_bytes,
+        input_bytes=value.input_bytes,
+        output_bytes=value.output_bytes,
+        pooling=value.pooling,
+        parts=value.parts,
+        unknown_pattern=value.unknown_pattern,
+        window_pattern_source=value.window_pattern_source,
     )
 
 

@@ -14,7 +14,6 @@ import modeld
 from modeld.shared.capacity import CapacityRequest
 from modeld.shared.messages import PROTOCOL_VERSION
 from modeld.supervisor.events import Event
-from modeld.shared.host_memory import host_memory
 from modeld.supervisor.model_slot import ModelSlot
 from modeld.supervisor.rpc import convert
 from modeld.supervisor.rpc.errors import Context, guarded, guarded_while_draining, unguarded
@@ -46,7 +45,8 @@ class DaemonService(daemon_pb2_grpc.DaemonServiceServicer):
 
     @unguarded
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        memory = host_memory()
+        planning = next(iter(self.services.slots.values())).planning
+        machine = await planning.read()
         process = psutil.Process()
         times = process.cpu_times()
         names = {m.digest: m.name for m in self.services.store.list()}
@@ -65,12 +65,13 @@ class DaemonService(daemon_pb2_grpc.DaemonServiceServicer):
             endpoints=self._endpoints(),
             slots=[_slot(slot) for slot in self.services.slots.values()],
             draining=self.gate.draining,
-            memory_total_bytes=memory.total_bytes,
-            memory_available_bytes=memory.available_bytes,
+            memory_total_bytes=machine.host.total_bytes,
+            memory_available_bytes=machine.host.available_bytes,
             supervisor_rss_bytes=process.memory_info().rss,
             pid=os.getpid(),
             quarantined_models=quarantined,
             supervisor_cpu_seconds=times.user + times.system,
+            machine=convert.machine(machine),
         )
 
     @guarded
@@ -148,7 +149,6 @@ def _slot(slot: ModelSlot) -> pb.SlotStatus:
         config = slot.config
         identity = slot.identity(
             model,
-            model.facts,
             CapacityRequest(k_type=config.k_type, v_type=config.v_type),
             window=slot.latest.numbers.effective.tokens if slot.latest else 0,
             prompt_format="",

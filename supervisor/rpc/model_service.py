@@ -91,7 +91,6 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         config = self.services.config
         identity = slot.identity(
             model,
-            model.facts,
             CapacityRequest(k_type=config.k_type, v_type=config.v_type),
             window=0,
             prompt_format="",

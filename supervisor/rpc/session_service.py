@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from modeld.shared.capabilities import Capability
-from modeld.shared.capacity import CapacityRequest, ModelFacts
+from modeld.shared.capacity import CapacityRequest, Companions, MachineReading, Resolution
 from modeld.shared.errors import (
     DigestMismatch,
     GenerationStale,
@@ -40,9 +40,11 @@ from modeld.supervisor.model_slot import (
     Caller,
     ModelSlot,
     OpenRequest,
+    WhatIf,
     capabilities_of,
 )
-from modeld.supervisor.models.store import StoredModel
+from modeld.supervisor.probes.simulated import parse_machine
+from modeld.supervisor.questions import answers
 from modeld.supervisor.rpc import convert
 from modeld.supervisor.rpc.errors import Context, guarded
 from modeld.supervisor.rpc.services import Services
@@ -54,6 +56,7 @@ from modeld.v1 import session_pb2_grpc
 
 UNQUANTISED = ("f16", "bf16", "f32")
 MAX_NAME = 256
+MAX_SESSIONS = 1024
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
@@ -350,7 +353,51 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         _check_format(request.prompt_format)
         resident = slot.resident is not None and slot.resident.model.digest == model.digest
         wanted = _capacity(request.window, request.k_type, request.v_type, self.services.config)
-        source = "hypothetical"
+        machine: MachineReading | None = None
+        plan = self._resident_plan(slot, request, resident, wanted)
+        source = "open_session"
+        if plan is None:
+            source = "hypothetical"
+            plan, machine = await slot.hypothetical(model, _what_if(request, wanted))
+        identity = slot.identity(
+            model,
+            wanted,
+            window=plan.numbers.effective.tokens,
+            prompt_format=request.prompt_format,
+            profile_id=request.profile_id,
+        )
+        load = slot.resident.load if resident and slot.resident else None
+        planning = slot.planning
+        questions = answers(
+            model.facts,
+            planning.known_of(model.digest),
+            plan,
+            machine,
+            planning.evidence.quality(model.digest),
+            resident=resident,
+        )
+        return pb.DescribeResponse(
+            model=model.name,
+            model_type=slot.backend,
+            resident=resident,
+            identity=convert.identity(identity),
+            resolution=convert.resolution(plan),
+            questions=convert.capabilities(questions),
+            capabilities=convert.capabilities(capabilities_of(load) if load else ()),
+            facts=convert.facts(model.facts),
+            resolution_source=source,
+            template_supports_tools=bool(load and load.template_supports_tools),
+            machine=convert.machine(machine) if machine else None,
+        )
+
+    def _resident_plan(
+        self,
+        slot: ModelSlot,
+        request: pb.DescribeRequest,
+        resident: bool,
+        wanted: CapacityRequest,
+    ) -> Resolution | None:
+        """An open session's own resolution, where that is what is asked about."""
         if request.session_id:
             chosen = next(
                 (s for s in slot.sessions.all() if s.session_id == request.session_id), None
@@ -360,36 +407,11 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                     f"No session {request.session_id[:64]!r} is open. Ask without a session id.",
                     metadata={"session_id": request.session_id[:64]},
                 )
-            plan, source = chosen.resolution, "open_session"
-        elif (
-            resident
-            and slot.latest is not None
-            and wanted == _capacity(0, "", "", self.services.config)
-        ):
-            plan, source = slot.latest, "open_session"
-        else:
-            plan = slot.hypothetical(model, wanted)
-        identity = slot.identity(
-            model,
-            model.facts,
-            wanted,
-            window=plan.numbers.effective.tokens,
-            prompt_format=request.prompt_format,
-            profile_id=request.profile_id,
+            return chosen.resolution
+        plain = wanted == _capacity(0, "", "", self.services.config) and not (
+            request.sessions or request.machine or request.what_if or request.HasField("companions")
         )
-        load = slot.resident.load if resident and slot.resident else None
-        return pb.DescribeResponse(
-            model=model.name,
-            model_type=slot.backend,
-            resident=resident,
-            identity=convert.identity(identity),
-            resolution=convert.resolution(plan),
-            questions=convert.capabilities(_questions(resident)),
-            capabilities=convert.capabilities(capabilities_of(load) if load else ()),
-            facts=_facts(model),
-            resolution_source=source,
-            template_supports_tools=bool(load and load.template_supports_tools),
-        )
+        return slot.latest if resident and plain else None
 
     # --- tokenizer and template ---------------------------------------------------------------
 
@@ -588,35 +610,21 @@ def _check_said(*parts: pb.Prompt) -> None:
         )
 
 
-def _questions(resident: bool) -> list[Capability]:
-    """The six capability questions. What only a load can tell is unknown before one."""
-    loaded = "yes" if resident else "unknown"
-    how = "loaded by the linked engine" if resident else "asked of the engine when it loads"
-    return [
-        Capability("metadata_parsed", "yes", "read from the file's header"),
-        Capability("loader_supports_architecture", loaded, how),  # type: ignore[arg-type]
-        Capability("pipeline_supports_task", loaded, f"generate: {how}"),  # type: ignore[arg-type]
-        Capability("device_supports_it", loaded, f"host CPU: {how}"),  # type: ignore[arg-type]
-        Capability("memory_fits", "yes", "planned from live memory"),
-        Capability("quality_certified", "unknown", "no reference continuation recorded"),
-    ]
-
-
-def _facts(model: StoredModel) -> pb.ModelFacts:
-    facts: ModelFacts = model.facts
-    return pb.ModelFacts(
-        architecture=facts.architecture,
-        layers=sum(group.count for group in facts.layers),
-        embedding_length=facts.embedding_length,
-        heads=facts.heads,
-        kv_heads=[group.kv_heads for group in facts.layers],
-        key_length=facts.layers[0].key_length if facts.layers else 0,
-        value_length=facts.layers[0].value_length if facts.layers else 0,
-        context_length=facts.model_max,
-        vocabulary=facts.vocabulary,
-        sliding_window=facts.sliding_window,
-        quantization=facts.quantization,
-        file_bytes=facts.file_bytes,
-        has_chat_template=facts.has_template,
-        name=facts.name,
+def _what_if(request: pb.DescribeRequest, wanted: CapacityRequest) -> WhatIf:
+    if not 0 <= request.sessions <= MAX_SESSIONS:
+        raise InvalidRequest.of("sessions", request.sessions, f"0 to {MAX_SESSIONS}")
+    companions = Companions(
+        projector_bytes=request.companions.projector_bytes,
+        projector_compute_bytes=request.companions.projector_compute_bytes,
+        adapter_bytes=request.companions.adapter_bytes,
+        draft_bytes=request.companions.draft_bytes,
+    )
+    for name, size in vars(companions).items():
+        if size < 0:
+            raise InvalidRequest.of(f"companions.{name}", size, "0 bytes or more")
+    return WhatIf(
+        request=replace(wanted, sessions=request.sessions),
+        companions=companions,
+        machine=parse_machine(request.machine, "machine") if request.machine else None,
+        settings=dict(request.what_if),
     )

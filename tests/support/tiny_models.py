@@ -28,7 +28,7 @@ def _byte_letters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
 
 
-def _vocabulary() -> tuple[list[str], list[int], list[str]]:
+def vocabulary() -> tuple[list[str], list[int], list[str]]:
     letters = _byte_letters()
     tokens = [*CONTROLS, *letters]
     merges: list[str] = []
@@ -62,7 +62,7 @@ class _Model:
         writer.add_layer_norm_rms_eps(1e-5)
 
     def vocabulary(self) -> int:
-        tokens, types, merges = _vocabulary()
+        tokens, types, merges = vocabulary()
         writer = self.writer
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("smollm")
@@ -85,18 +85,51 @@ class _Model:
         self.writer.add_tensor(name, np.full(shape, value, dtype=np.float32))
 
     def attention(self, heads: int, kv_heads: int, length: int, feed_forward: int) -> None:
-        width = self.embedding
         for block in range(self.blocks):
-            name = f"blk.{block}."
-            self.constant(name + "attn_norm.weight", 1, width)
-            self.matrix(name + "attn_q.weight", heads * length, width, scale=1.5 * width**-0.5)
-            self.matrix(name + "attn_k.weight", kv_heads * length, width, scale=1.5 * width**-0.5)
-            self.matrix(name + "attn_v.weight", kv_heads * length, width)
-            self.matrix(name + "attn_output.weight", width, heads * length)
-            self.constant(name + "ffn_norm.weight", 1, width)
-            self.matrix(name + "ffn_gate.weight", feed_forward, width)
-            self.matrix(name + "ffn_up.weight", feed_forward, width)
-            self.matrix(name + "ffn_down.weight", width, feed_forward)
+            self.attention_block(block, heads, kv_heads, length)
+            self.feed_forward(block, feed_forward)
+
+    def attention_block(self, block: int, heads: int, kv_heads: int, length: int) -> None:
+        name, width = f"blk.{block}.", self.embedding
+        self.constant(name + "attn_norm.weight", 1, width)
+        self.matrix(name + "attn_q.weight", heads * length, width, scale=1.5 * width**-0.5)
+        self.matrix(name + "attn_k.weight", kv_heads * length, width, scale=1.5 * width**-0.5)
+        self.matrix(name + "attn_v.weight", kv_heads * length, width)
+        self.matrix(name + "attn_output.weight", width, heads * length)
+
+    def feed_forward(self, block: int, inner: int) -> None:
+        name, width = f"blk.{block}.", self.embedding
+        self.constant(name + "ffn_norm.weight", 1, width)
+        self.matrix(name + "ffn_gate.weight", inner, width)
+        self.matrix(name + "ffn_up.weight", inner, width)
+        self.matrix(name + "ffn_down.weight", width, inner)
+
+    def mamba(self, block: int, inner: int, convolution: int, state: int, rank: int) -> None:
+        name, width = f"blk.{block}.", self.embedding
+        decay = -np.tile(np.arange(1, state + 1, dtype=np.float32), (inner, 1))
+        self.constant(name + "attn_norm.weight", 1, width)
+        self.matrix(name + "ssm_in.weight", 2 * inner, width)
+        self.matrix(name + "ssm_conv1d.weight", inner, convolution, scale=0.5)
+        self.constant(name + "ssm_conv1d.bias", 0, inner)
+        self.matrix(name + "ssm_x.weight", rank + 2 * state, inner)
+        self.matrix(name + "ssm_dt.weight", inner, rank)
+        self.constant(name + "ssm_dt.bias", 0, inner)
+        self.writer.add_tensor(name + "ssm_a", decay)
+        self.constant(name + "ssm_d", 1, inner)
+        self.matrix(name + "ssm_out.weight", width, inner)
+
+    def ssm_settings(self, inner: int, convolution: int, state: int, rank: int) -> None:
+        self.writer.add_ssm_conv_kernel(convolution)
+        self.writer.add_ssm_inner_size(inner)
+        self.writer.add_ssm_state_size(state)
+        self.writer.add_ssm_time_step_rank(rank)
+
+    def ends(self, *, scale: float = 1.0, norm: float = 1.0, head: bool = True) -> None:
+        size, width = self.vocabulary(), self.embedding
+        self.matrix("token_embd.weight", size, width, scale=scale)
+        self.constant("output_norm.weight", norm, width)
+        if head:
+            self.matrix("output.weight", size, width, scale=2 * width**-0.5)
 
     def write(self) -> Path:
         self.writer.write_header_to_file()
@@ -123,28 +156,53 @@ def llama(
     model.writer.add_head_count_kv(kv_heads)
     model.writer.add_rope_dimension_count(length)
     model.writer.add_rope_freq_base(10000.0)
-    size = model.vocabulary()
-    model.matrix("token_embd.weight", size, 64, scale=1.0)
-    model.constant("output_norm.weight", norm, 64)
-    model.matrix("output.weight", size, 64, scale=2 * 64**-0.5)
+    model.ends(norm=norm)
     model.attention(heads, kv_heads, length, 128)
+    return model.write()
+
+
+def qwen2(path: Path) -> Path:
+    """Three dense layers whose heads of 32 elements hold whole blocks of quantised keys."""
+    return _plain(path, "qwen2", blocks=3, length=32)
+
+
+def _plain(path: Path, architecture: str, *, blocks: int, length: int) -> Path:
+    model = _Model(path, architecture, embedding=64, blocks=blocks, seed=5)
+    model.writer.add_feed_forward_length(128)
+    model.writer.add_head_count(64 // length)
+    model.writer.add_head_count_kv(1)
+    model.ends()
+    model.attention(64 // length, 1, length, 128)
+    return model.write()
+
+
+def _gemma(path: Path, architecture: str, *, blocks: int, window: int, kv_heads: int) -> _Model:
+    seed = 2 if architecture == "gemma3" else 6
+    model = _Model(path, architecture, embedding=64, blocks=blocks, seed=seed)
+    model.writer.add_feed_forward_length(128)
+    model.writer.add_head_count(4)
+    model.writer.add_head_count_kv(kv_heads)
+    model.writer.add_key_length(32)
+    model.writer.add_value_length(32)
+    model.writer.add_sliding_window(window)
+    model.writer.add_rope_freq_base(1000000.0)
+    model.ends(scale=0.3, head=False)
+    model.attention(4, kv_heads, 32, 128)
+    return model
+
+
+def gemma2(path: Path, *, window: int = 96) -> Path:
+    """Four layers: every other one with a sliding window."""
+    model = _gemma(path, "gemma2", blocks=4, window=window, kv_heads=2)
+    for block in range(4):
+        model.constant(f"blk.{block}.post_attention_norm.weight", 1, 64)
+        model.constant(f"blk.{block}.post_ffw_norm.weight", 1, 64)
     return model.write()
 
 
 def gemma3(path: Path, *, window: int = 128) -> Path:
     """Six layers: five with a sliding window, one that attends everything."""
-    model = _Model(path, "gemma3", embedding=64, blocks=6, seed=2)
-    model.writer.add_feed_forward_length(128)
-    model.writer.add_head_count(4)
-    model.writer.add_head_count_kv(1)
-    model.writer.add_key_length(32)
-    model.writer.add_value_length(32)
-    model.writer.add_sliding_window(window)
-    model.writer.add_rope_freq_base(1000000.0)
-    size = model.vocabulary()
-    model.matrix("token_embd.weight", size, 64, scale=0.3)
-    model.constant("output_norm.weight", 1, 64)
-    model.attention(4, 1, 32, 128)
+    model = _gemma(path, "gemma3", blocks=6, window=window, kv_heads=1)
     for block in range(6):
         for norm, width in (
             ("attn_q_norm", 32),
@@ -158,30 +216,65 @@ def gemma3(path: Path, *, window: int = 128) -> Path:
 
 def mamba(path: Path) -> Path:
     """Two recurrent layers: no KV, a state that can't go back."""
-    inner, convolution, state, rank = 128, 4, 16, 4
+    sizes = 128, 4, 16, 4
     model = _Model(path, "mamba", embedding=64, blocks=2, seed=4)
-    writer = model.writer
-    writer.add_feed_forward_length(0)
-    writer.add_head_count(0)
-    writer.add_ssm_conv_kernel(convolution)
-    writer.add_ssm_inner_size(inner)
-    writer.add_ssm_state_size(state)
-    writer.add_ssm_time_step_rank(rank)
-    size = model.vocabulary()
-    model.matrix("token_embd.weight", size, 64, scale=1.0)
-    model.constant("output_norm.weight", 1, 64)
-    model.matrix("output.weight", size, 64, scale=2 * 64**-0.5)
-    decay = -np.tile(np.arange(1, state + 1, dtype=np.float32), (inner, 1))
+    model.writer.add_feed_forward_length(0)
+    model.writer.add_head_count(0)
+    model.ssm_settings(*sizes)
+    model.ends()
     for block in range(2):
+        model.mamba(block, *sizes)
+    return model.write()
+
+
+def jamba(path: Path) -> Path:
+    """Five layers: two that attend, three that keep a recurrent state."""
+    sizes = 128, 4, 16, 4
+    kv_heads = (0, 1, 0, 0, 1)
+    model = _Model(path, "jamba", embedding=64, blocks=5, seed=7)
+    model.writer.add_feed_forward_length(128)
+    model.writer.add_head_count(2)
+    model.writer.add_head_count_kv(list(kv_heads))
+    model.ssm_settings(*sizes)
+    model.ends()
+    for block, heads in enumerate(kv_heads):
+        if heads:
+            model.attention_block(block, 2, heads, 32)
+        else:
+            model.mamba(block, *sizes)
+            for norm, width in (("dt", 4), ("b", 16), ("c", 16)):
+                model.constant(f"blk.{block}.ssm_{norm}_norm.weight", 1, width)
+        model.feed_forward(block, 128)
+    return model.write()
+
+
+def deepseek2(path: Path) -> Path:
+    """Three dense layers that keep one latent row a token for keys and values together."""
+    heads, rank, rope, key, value = 4, 32, 16, 32, 16
+    model = _Model(path, "deepseek2", embedding=64, blocks=3, seed=8)
+    writer = model.writer
+    writer.add_feed_forward_length(128)
+    writer.add_expert_feed_forward_length(128)
+    writer.add_leading_dense_block_count(3)
+    writer.add_expert_shared_count(0)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(1)
+    writer.add_q_lora_rank(0)
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + rope)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(key)
+    writer.add_value_length_mla(value)
+    writer.add_rope_dimension_count(rope)
+    model.ends()
+    for block in range(3):
         name = f"blk.{block}."
         model.constant(name + "attn_norm.weight", 1, 64)
-        model.matrix(name + "ssm_in.weight", 2 * inner, 64)
-        model.matrix(name + "ssm_conv1d.weight", inner, convolution, scale=0.5)
-        model.constant(name + "ssm_conv1d.bias", 0, inner)
-        model.matrix(name + "ssm_x.weight", rank + 2 * state, inner)
-        model.matrix(name + "ssm_dt.weight", inner, rank)
-        model.constant(name + "ssm_dt.bias", 0, inner)
-        writer.add_tensor(name + "ssm_a", decay)
-        model.constant(name + "ssm_d", 1, inner)
-        model.matrix(name + "ssm_out.weight", 64, inner)
+        model.constant(name + "attn_kv_a_norm.weight", 1, rank)
+        model.matrix(name + "attn_q.weight", heads * key, 64)
+        model.matrix(name + "attn_kv_a_mqa.weight", rank + rope, 64)
+        model.matrix(name + "attn_k_b.weight", heads, rank, key - rope)
+        model.matrix(name + "attn_v_b.weight", heads, value, rank)
+        model.matrix(name + "attn_output.weight", 64, heads * value)
+        model.feed_forward(block, 128)
     return model.write()

@@ -1,0 +1,225 @@
+"""Asks the planner: puts readings, policy and evidence together, in one place for every caller.
+
+Owns when the engine is asked about a model, and which of its answers a plan is made from. Knows
+no slot, session or transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from modeld.shared.asking import WINDOWS, AskAnswer, AskPoint, AskRequest
+from modeld.shared.capacity import (
+    CapacityPolicy,
+    CapacityRequest,
+    Companions,
+    DeviceReading,
+    EngineMeasure,
+    MachineReading,
+    ModelFacts,
+    Resolution,
+    SlotUse,
+)
+from modeld.shared.messages import EngineDevice, QualityOut
+from modeld.shared.planner.capacity import resolve, survey
+from modeld.supervisor.asking import ask_engine
+from modeld.supervisor.config import NO_DEVICES, Config
+from modeld.supervisor.evidence import BuildEvidence, EvidenceStore, cost_key
+from modeld.supervisor.models.store import StoredModel
+
+log = logging.getLogger(__name__)
+
+Ask = Callable[[str, AskRequest], AskAnswer]
+
+
+class Probe(Protocol):
+    """A machine's readings; ``MachineProbe`` in the product."""
+
+    def read(self) -> MachineReading:
+        """Blocks; use a thread."""
+
+    def attach_engine(self, devices: Sequence[EngineDevice]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of the planner, but for the readings."""
+
+    facts: ModelFacts
+    digest: str
+    request: CapacityRequest
+    use: SlotUse = field(default_factory=SlotUse)
+    companions: Companions = field(default_factory=Companions)
+    alternatives: tuple[ModelFacts, ...] = ()
+
+
+class Planning:
+    """One backend's planner, with the machine under it. Methods run on the daemon's loop."""
+
+    def __init__(
+        self,
+        backend: str,
+        config: Config,
+        probe: Probe,
+        evidence: EvidenceStore,
+        ask: Ask = ask_engine,
+    ) -> None:
+        self.backend = backend
+        self.config = config
+        self.probe = probe
+        self.evidence = evidence
+        self.build = ""  # digest of the engine's build, once it has been heard of
+        self.backend_version = ""
+        self._ask = ask
+        self._asking: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._failed: dict[tuple[str, str], str] = {}
+
+    def heard_of(self, build: str, version: str, devices: Sequence[EngineDevice]) -> None:
+        """The engine that a worker runs, as it greeted."""
+        if build != self.build:
+            self._failed.clear()
+        self.build, self.backend_version = build, version
+        self.probe.attach_engine(devices)
+
+    async def read(self) -> MachineReading:
+        """A live reading, of the devices that the operator lets be used."""
+        return allowed(await asyncio.to_thread(self.probe.read), self.config.devices)
+
+    # --- evidence --------------------------------------------------------------------------------
+
+    def key(self, request: CapacityRequest, config: Config | None = None) -> str:
+        c = config or self.config
+        return cost_key(c.n_batch, c.n_ubatch, request.k_type, request.v_type, flash_attn=False)
+
+    async def ensure_asked(
+        self, model: StoredModel, request: CapacityRequest, config: Config | None = None
+    ) -> None:
+        """Ask the engine about the file, once for each build and choice of types.
+
+        What it could not be asked is not tried again before another engine shows up.
+        """
+        about = (model.digest, self.key(request, config))
+        if about in self._failed or self._known(*about):
+            return
+        task = self._asking.get(about)
+        if task is None:
+            task = asyncio.ensure_future(self._put(model, request, config or self.config, about))
+            self._asking[about] = task
+            task.add_done_callback(lambda _task: self._asking.pop(about, None))
+        await asyncio.shield(task)
+
+    def _known(self, digest: str, key: str) -> bool:
+        found = self.evidence.build(digest, self.build)
+        return found.loader == "no" or (key in found.costs and bool(found.costs[key].dry))
+
+    async def _put(
+        self,
+        model: StoredModel,
+        request: CapacityRequest,
+        config: Config,
+        about: tuple[str, str],
+    ) -> None:
+        question = AskRequest(
+            path=str(model.path),
+            n_batch=config.n_batch,
+            n_ubatch=config.n_ubatch,
+            k_type=request.k_type,
+            v_type=request.v_type,
+            windows=list(WINDOWS),
+        )
+        answer = await asyncio.to_thread(self._ask, self.backend, question)
+        if answer.loader == "unknown":
+            self._failed[about] = answer.words
+            return
+        if not self.build:
+            self.heard_of(answer.build_digest, answer.backend_version, answer.devices)
+        if not answer.points:
+            self._failed[about] = "; ".join(answer.notes) or answer.words
+        await asyncio.to_thread(self.evidence.asked, model.digest, about[1], answer)
+
+    def known_of(self, digest: str) -> BuildEvidence:
+        """What the present engine said of a model; with why it could not be asked."""
+        known = self.evidence.build(digest, self.build)
+        words = next((why for (of, _), why in self._failed.items() if of == digest), "")
+        if known.loader == "unknown" and words:
+            return BuildEvidence(words=words)
+        return known
+
+    def measure(self, question: Question, config: Config | None = None) -> EngineMeasure:
+        key = self.key(question.request, config)
+        return self.evidence.measure(question.digest, self.build, key)
+
+    async def context_made(
+        self, digest: str, request: CapacityRequest, cells: int, kv_bytes: int, compute_bytes: int
+    ) -> None:
+        """Keep what a context on the host really cost, for the next plan."""
+        point = AskPoint(cells, kv_bytes, compute_bytes)
+        await asyncio.to_thread(self.evidence.loaded, digest, self.build, self.key(request), point)
+
+    async def quality_seen(self, digest: str, placement: str, seen: QualityOut) -> None:
+        """Keep what the greedy probe of a load sampled."""
+        await asyncio.to_thread(
+            self.evidence.quality_seen, digest, self.build, self.backend_version, placement, seen
+        )
+
+    # --- asking ----------------------------------------------------------------------------------
+
+    def resolve(self, question: Question, machine: MachineReading) -> Resolution:
+        """Plan it. Raises InsufficientMemory or InvalidRequest."""
+        return resolve(
+            question.facts,
+            question.request,
+            self.config.capacity_policy(),
+            machine,
+            question.use,
+            companions=question.companions,
+            measure=self.measure(question),
+            alternatives=question.alternatives,
+        )
+
+    def survey(
+        self,
+        question: Question,
+        machine: MachineReading,
+        config: Config | None = None,
+    ) -> Resolution:
+        """Plan it, and answer a refusal as one. Raises InvalidRequest."""
+        policy: CapacityPolicy = (config or self.config).capacity_policy()
+        return survey(
+            question.facts,
+            question.request,
+            policy,
+            machine,
+            question.use,
+            companions=question.companions,
+            measure=self.measure(question, config),
+            alternatives=question.alternatives,
+        )
+
+
+def allowed(machine: MachineReading, devices: tuple[str, ...]) -> MachineReading:
+    """The machine with only those accelerators that the setting ``devices`` lets be used."""
+    if not devices:
+        return machine
+    names = () if devices == NO_DEVICES else devices
+
+    def kept(device: DeviceReading) -> DeviceReading:
+        if not device.engine_name or {device.engine_name, device.id} & set(names):
+            return device
+        return replace(device, engine_name="", note="not among the devices that may be used")
+
+    missing = [
+        name
+        for name in names
+        if not any(name in (device.engine_name, device.id) for device in machine.devices)
+    ]
+    notes = tuple(f"devices names {name!r}, which isn't here" for name in missing)
+    return replace(
+        machine,
+        devices=tuple(kept(device) for device in machine.devices),
+        notes=machine.notes + notes,
+    )

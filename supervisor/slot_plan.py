@@ -1,0 +1,216 @@
+"""What a slot holds in bytes, and what it asks the planner: one slot's side of planning.
+
+Owns the account of the slot's memory and the identity that a plan leads to. Knows no queue, no
+worker process and no transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from modeld.shared import manifest
+from modeld.shared.capacity import (
+    CapacityRequest,
+    Companions,
+    MachineReading,
+    ModelFacts,
+    PlacedUse,
+    Resolution,
+    SlotUse,
+)
+from modeld.shared.errors import InsufficientMemory
+from modeld.shared.manifest import Identity
+from modeld.shared.messages import CloseResult, Hello, LoadOp, LoadResult, OpenResult, PlacedOut
+from modeld.supervisor.config import Config
+from modeld.supervisor.findings import HOST_DEVICE
+from modeld.supervisor.models.store import ModelStore, StoredModel
+from modeld.supervisor.planning import Planning, Question
+
+NO_COMPANIONS = Companions()
+
+
+@dataclass(frozen=True)
+class Resident:
+    """The loaded model and what the worker reported of it."""
+
+    model: StoredModel
+    facts: ModelFacts
+    load: LoadResult
+    planned: Resolution  # as it was loaded
+    findings: tuple[str, ...] = ()
+
+
+class SlotPlan:
+    """The account of one slot, and its questions."""
+
+    def __init__(self, config: Config, store: ModelStore, planning: Planning) -> None:
+        self.config = config
+        self.planning = planning
+        self.use = SlotUse()
+        self._store = store
+        self._ids: Mapping[str, str] = {}  # engine name → device id, of the resident model
+
+    def reset(self) -> None:
+        self.use = SlotUse()
+
+    def loaded(self, load: LoadResult, planned: Resolution) -> None:
+        """Take the account up from a load that succeeded."""
+        self._ids = {row.engine_name: row.device_id for row in planned.devices if row.engine_name}
+        self.use = SlotUse(
+            weights_resident=True,
+            gpu_layers=load.gpu_layers,
+            tensor_split=planned.tensor_split,
+            on_devices=tuple(
+                PlacedUse(self._ids[row.device], row.weights_bytes)
+                for row in load.placed
+                if row.device in self._ids
+            ),
+        )
+
+    def count(self, told: OpenResult | CloseResult, sessions: int) -> None:
+        """Keep what the worker said that its contexts hold. Its totals are over all memories."""
+        held = _by_device(told.slot_placed, self._ids)
+        free = _by_device(told.reclaimable_placed, self._ids)
+        self.use = replace(
+            self.use,
+            cells=told.slot_cells,
+            resident_bytes=told.slot_bytes - sum(held.values()),
+            reclaimable_bytes=told.reclaimable_bytes - sum(free.values()),
+            compute_bytes=told.slot_compute_bytes
+            - sum(row.compute_bytes for row in told.slot_placed if row.device in self._ids),
+            sessions=sessions,
+            on_devices=tuple(
+                replace(
+                    placed,
+                    resident_bytes=held.get(placed.device_id, 0),
+                    reclaimable_bytes=free.get(placed.device_id, 0),
+                )
+                for placed in self.use.on_devices
+            ),
+        )
+
+    def question(
+        self,
+        model: StoredModel,
+        request: CapacityRequest,
+        *,
+        resident: bool,
+        occupied: bool,
+        companions: Companions = NO_COMPANIONS,
+    ) -> Question:
+        """``resident``: the slot holds this model. ``occupied``: it holds another, which a switch
+        would give back: mapped weights count as available already, so only what was allocated.
+        """
+        use = self.use if resident else SlotUse()
+        if occupied and not resident:
+            use = SlotUse(
+                reclaimable_bytes=self.use.resident_bytes,
+                compute_bytes=self.use.compute_bytes,
+                on_devices=tuple(
+                    PlacedUse(
+                        placed.device_id,
+                        resident_bytes=placed.resident_bytes + placed.weights_bytes,
+                        reclaimable_bytes=placed.resident_bytes + placed.weights_bytes,
+                    )
+                    for placed in self.use.on_devices
+                ),
+            )
+        return Question(model.facts, model.digest, request, use, companions)
+
+    def resolve(self, question: Question, machine: MachineReading) -> Resolution:
+        """Plan it; a refusal names what of the store would fit instead."""
+        try:
+            return self.planning.resolve(question, machine)
+        except InsufficientMemory:
+            others = self.alternatives(question.facts)
+            if not others:
+                raise
+            return self.planning.resolve(replace(question, alternatives=others), machine)
+
+    def alternatives(self, facts: ModelFacts) -> tuple[ModelFacts, ...]:
+        """Smaller files of the same architecture and shape in the store, the largest first."""
+        shape = _shape(facts)
+        others = [
+            replace(model.facts, name=model.name)
+            for model in self._store.list()
+            if _shape(model.facts) == shape and model.facts.weights_bytes < facts.weights_bytes
+        ]
+        return tuple(sorted(others, key=lambda other: -other.weights_bytes))
+
+    def load_op(self, model: StoredModel, planned: Resolution, *, quality: bool) -> LoadOp:
+        """What the worker is told to load, and where."""
+        used = [row for row in planned.devices if row.engine_name and row.layers > 0]
+        return LoadOp(
+            path=str(model.path),
+            model=model.name,
+            digest=model.digest,
+            n_batch=self.config.n_batch,
+            n_ubatch=self.config.n_ubatch,
+            n_gpu_layers=planned.gpu_layers,
+            threads=self.config.threads,
+            max_contexts=self.config.max_sessions,
+            devices=[row.engine_name for row in used],
+            tensor_split=[float(row.layers) for row in used],
+            quality=quality,
+        )
+
+    def identity(
+        self,
+        model: StoredModel,
+        request: CapacityRequest,
+        *,
+        hello: Hello | None,
+        load: LoadResult | None,
+        window: int,
+        prompt_format: str,
+        profile_id: str,
+    ) -> Identity:
+        """The identity of a session; ``runtime_digest`` is "" while the model isn't resident."""
+        facts = model.facts
+        kv = manifest.kv_digest(
+            model_digest=model.digest,
+            adapters=(),
+            rope=facts.rope,
+            k_type=request.k_type,
+            v_type=request.v_type,
+            flash_attn=False,
+            build_digest=hello.build_digest if hello else "",
+            state_layout=hello.state_layout if hello else "",
+        )
+        runtime = ""
+        if load is not None:
+            runtime = manifest.runtime_digest(
+                kv=kv,
+                window=window,
+                n_batch=self.config.n_batch,
+                n_ubatch=self.config.n_ubatch,
+                n_gpu_layers=load.gpu_layers,
+                tensor_split=self.use.tensor_split,
+                threads=load.threads,
+            )
+        return Identity(
+            backend=self.planning.backend,
+            backend_version=hello.backend_version if hello else "",
+            model_digest=model.digest,
+            adapters=(),
+            prompt_format=prompt_format or ("chat" if facts.has_template else "raw"),
+            prompt_template_digest=facts.template_digest,
+            add_bos=facts.add_bos,
+            kv_digest=kv,
+            runtime_digest=runtime,
+            profile_id=profile_id,
+        )
+
+
+def _shape(facts: ModelFacts) -> tuple[object, ...]:
+    layers = sum(run.count for run in facts.layers)
+    return facts.architecture, layers, facts.embedding_length, facts.vocabulary
+
+
+def _by_device(placed: Iterable[PlacedOut], ids: Mapping[str, str]) -> dict[str, int]:
+    return {
+        ids[row.device]: row.kv_bytes + row.compute_bytes
+        for row in placed
+        if row.device in ids and row.device != HOST_DEVICE
+    }
