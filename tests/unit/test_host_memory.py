@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -82,7 +83,7 @@ def test_v2_throttle_limit_counts_as_a_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "mount_root"), [("/docker/abc", "/docker/abc"), ("/docker/abc", "/"), ("/../x", "/")]
+    ("path", "mount_root"), [("/docker/abc", "/docker/abc"), ("/docker/abc", "/"), ("/", "/")]
 )
 def test_inside_a_container_the_mount_point_is_the_own_cgroup(
     tmp_path: Path, path: str, mount_root: str
@@ -136,6 +137,137 @@ def test_limit_whose_usage_cannot_be_read_is_unknown(tmp_path: Path) -> None:
     snapshot = host_memory(tmp_path, machine())
     assert not snapshot.known
     assert snapshot.available_bytes == 0
+
+
+def test_v2_hidden_levels_above_a_namespace_are_found_by_the_own_process(tmp_path: Path) -> None:
+    """A cgroup namespace whose mounts are its parent's: the root reads as `/../..`."""
+    v2(tmp_path, "/", "/../..")
+    level(tmp_path, "sys/fs/cgroup/a/b", str(4 * GIB), 3 * GIB)
+    level(tmp_path, "sys/fs/cgroup/a/c", str(GIB), 0)
+    record(
+        tmp_path,
+        {
+            "sys/fs/cgroup/a/b/cgroup.procs": f"1\n{os.getpid()}",
+            "sys/fs/cgroup/a/c/cgroup.procs": "2",
+        },
+    )
+    snapshot = host_memory(tmp_path, machine())
+    assert (snapshot.limit_bytes, snapshot.available_bytes) == (4 * GIB, GIB)
+
+
+@pytest.mark.parametrize(("path", "mount_root"), [("/../x", "/"), ("/", "/../..")])
+def test_cgroup_that_cannot_be_found_is_unknown(tmp_path: Path, path: str, mount_root: str) -> None:
+    v2(tmp_path, path, mount_root)
+    level(tmp_path, "sys/fs/cgroup", "max", 0)
+    assert not host_memory(tmp_path, machine()).known
+
+
+def test_later_mount_at_the_same_place_hides_the_earlier_one(tmp_path: Path) -> None:
+    v2(tmp_path, "/docker/abc", "/")
+    with (tmp_path / "proc/self/mountinfo").open("a") as file:
+        file.write("40 22 0:28 /docker/abc /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    level(tmp_path, "sys/fs/cgroup", str(2 * GIB), GIB)
+    level(tmp_path, "sys/fs/cgroup/docker/abc", str(GIB), GIB)  # another's, of the same name
+    assert host_memory(tmp_path, machine()).limit_bytes == 2 * GIB
+
+
+def test_mount_that_shows_most_ancestors_is_read(tmp_path: Path) -> None:
+    v2(tmp_path, "/pod/app", "/pod/app")
+    with (tmp_path / "proc/self/mountinfo").open("a") as file:
+        file.write("40 22 0:28 / /host/cgroup rw - cgroup2 cgroup2 rw\n")
+    level(tmp_path, "sys/fs/cgroup", str(4 * GIB), GIB)
+    level(tmp_path, "host/cgroup/pod/app", str(4 * GIB), GIB)
+    level(tmp_path, "host/cgroup/pod", str(2 * GIB), GIB)
+    assert host_memory(tmp_path, machine()).limit_bytes == 2 * GIB
+
+
+def test_limit_at_or_above_the_machine_is_none(tmp_path: Path) -> None:
+    v2(tmp_path, "/a")
+    level(tmp_path, "sys/fs/cgroup/a", str(16 * GIB), 15 * GIB)
+    snapshot = host_memory(tmp_path, machine())
+    assert (snapshot.limit_bytes, snapshot.available_bytes) == (0, 12 * GIB)
+
+
+def test_shared_memory_and_locked_pages_are_used_not_droppable(tmp_path: Path) -> None:
+    """A tmpfs file is in `file` and `shmem` and needs swap to go; a locked page can't go."""
+    v2(tmp_path, "/a")
+    level(tmp_path, "sys/fs/cgroup/a", str(4 * GIB), 3 * GIB)
+    record(
+        tmp_path,
+        {
+            "sys/fs/cgroup/a/memory.stat": (
+                f"anon {GIB}\nfile {2 * GIB}\nshmem {GIB}\nfile_mapped {GIB}\n"
+                f"inactive_anon {2 * GIB}\nactive_anon 0\ninactive_file {256 * MIB}\n"
+                f"active_file {256 * MIB}\nunevictable {512 * MIB}"
+            )
+        },
+    )
+    assert host_memory(tmp_path, machine()).available_bytes == GIB + 512 * MIB
+
+
+def test_v1_hybrid_reads_the_hierarchy_that_has_the_memory_controller(tmp_path: Path) -> None:
+    v1(tmp_path, str(3 * GIB), 2 * GIB, GIB)
+    record(tmp_path, {"proc/self/cgroup": "4:memory:/jobs/1\n0::/../x"})
+    level(tmp_path, "sys/fs/cgroup/unified", str(GIB), GIB)  # no such files there in truth
+    snapshot = host_memory(tmp_path, machine())
+    assert (snapshot.limit_bytes, snapshot.available_bytes) == (3 * GIB, 2 * GIB)
+
+
+def test_v1_limit_of_levels_that_the_mount_hides_is_told_by_the_hierarchy(tmp_path: Path) -> None:
+    v1(tmp_path, NO_LIMIT_V1, GIB, GIB // 2)
+    stat = tmp_path / "sys/fs/cgroup/memory/jobs/1/memory.stat"
+    stat.write_text(stat.read_text() + f"hierarchical_memory_limit {2 * GIB}\n")
+    snapshot = host_memory(tmp_path, machine())
+    assert (snapshot.limit_bytes, snapshot.available_bytes) == (2 * GIB, GIB + GIB // 2)
+
+
+@pytest.mark.parametrize(("hierarchy", "limit"), [("1", GIB), ("0", 3 * GIB)])
+def test_v1_ancestor_bounds_its_children_only_with_hierarchy(
+    tmp_path: Path, hierarchy: str, limit: int
+) -> None:
+    v1(tmp_path, str(3 * GIB), 0, 0)
+    record(
+        tmp_path,
+        {
+            "sys/fs/cgroup/memory/jobs/memory.use_hierarchy": hierarchy,
+            "sys/fs/cgroup/memory/jobs/memory.limit_in_bytes": str(GIB),
+            "sys/fs/cgroup/memory/jobs/memory.usage_in_bytes": "0",
+            "sys/fs/cgroup/memory/jobs/memory.stat": "total_inactive_file 0",
+        },
+    )
+    assert host_memory(tmp_path, machine()).limit_bytes == limit
+
+
+def test_v1_limit_on_memory_and_swap_together_counts_what_was_swapped_out(tmp_path: Path) -> None:
+    v1(tmp_path, str(2 * GIB), GIB, 0)
+    record(
+        tmp_path,
+        {
+            "sys/fs/cgroup/memory/jobs/1/memory.memsw.limit_in_bytes": str(2 * GIB),
+            "sys/fs/cgroup/memory/jobs/1/memory.memsw.usage_in_bytes": str(GIB + 512 * MIB),
+        },
+    )
+    assert host_memory(tmp_path, machine()).available_bytes == 512 * MIB
+
+
+@pytest.mark.parametrize("broken", ["memory.max", "memory.current", "memory.stat"])
+def test_unreadable_cgroup_file_makes_the_reading_unknown_never_zero(
+    tmp_path: Path, broken: str
+) -> None:
+    v2(tmp_path, "/a")
+    level(tmp_path, "sys/fs/cgroup/a", str(4 * GIB), GIB)
+    path = tmp_path / "sys/fs/cgroup/a" / broken
+    path.unlink()
+    path.mkdir()  # reading it fails for every user, root too
+    assert not host_memory(tmp_path, machine()).known
+
+
+def test_swap_is_seen_and_never_spent(tmp_path: Path) -> None:
+    snapshot = host_memory(
+        tmp_path, machine(), lambda: SimpleNamespace(total=8 * GIB, free=6 * GIB)
+    )
+    assert (snapshot.swap_total_bytes, snapshot.swap_free_bytes) == (8 * GIB, 6 * GIB)
+    assert (snapshot.total_bytes, snapshot.available_bytes) == (16 * GIB, 12 * GIB)
 
 
 def test_system_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
