@@ -73,10 +73,13 @@ def cost_key(n_batch: int, n_ubatch: int, k_type: str, v_type: str, flash_attn: 
 
 
 class EvidenceStore:
-    """Evidence by model digest. Methods that write block on the disk."""
+    """Evidence by model digest. Methods that write block on the disk.
 
-    def __init__(self, data_root: Path) -> None:
-        self._folder = data_root / "evidence"
+    Without a data root nothing is read or written: what is found out lasts as long as the store.
+    """
+
+    def __init__(self, data_root: Path | None) -> None:
+        self._folder = data_root / "evidence" if data_root else None
         self._cache: dict[str, Evidence] = {}
 
     def get(self, digest: str) -> Evidence:
@@ -177,11 +180,10 @@ class EvidenceStore:
 
     # --- files -----------------------------------------------------------------------------------
 
-    def _path(self, digest: str) -> Path:
-        return self._folder / f"{digest}.json"
-
     def _read(self, digest: str) -> Evidence:
-        path = self._path(digest)
+        if self._folder is None:
+            return Evidence(digest=digest)
+        path = self._folder / f"{digest}.json"
         try:
             if path.stat().st_size > MAX_FILE_BYTES:
                 raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
@@ -197,20 +199,24 @@ class EvidenceStore:
         return evidence
 
     def _write(self, evidence: Evidence) -> None:
+        if self._folder is None:
+            return
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_atomic(self._path(evidence.digest), msgspec.json.encode(evidence))
-            self._prune()
+            path = self._folder / f"{evidence.digest}.json"
+            write_atomic(path, msgspec.json.encode(evidence))
+            _prune(self._folder)
         except (StorageFull, OSError) as error:
             log.warning("evidence on model %s isn't kept: %s", evidence.digest[:12], error)
 
-    def _prune(self) -> None:
-        files = list(self._folder.glob("*.json"))
-        if len(files) <= MAX_FILES:
-            return
-        files.sort(key=lambda path: path.stat().st_mtime_ns)
-        for path in files[: len(files) - MAX_FILES]:
-            path.unlink(missing_ok=True)
+
+def _prune(folder: Path) -> None:
+    files = list(folder.glob("*.json"))
+    if len(files) <= MAX_FILES:
+        return
+    files.sort(key=lambda path: path.stat().st_mtime_ns)
+    for path in files[: len(files) - MAX_FILES]:
+        path.unlink(missing_ok=True)
 
 
 def _continuation(run: Run) -> Continuation:

@@ -47,6 +47,7 @@ from modeld.supervisor.lifecycle import (
     WorkerState,
 )
 from modeld.supervisor.link import Link, Operation, Peer
+from modeld.supervisor.oom import oom_kills
 from modeld.supervisor.process import ABORT_GRACE_S, Handle, take_down
 from modeld.supervisor.restart import RestartPolicy, Restarts
 
@@ -93,7 +94,7 @@ class HeartbeatLimits:
 class Death:
     """How a worker was lost."""
 
-    cause: str  # signal | exit | heartbeat | protocol
+    cause: str  # signal | exit | heartbeat | protocol | out of memory
     signal: str  # its name, "" if none
     exit_code: int | None  # None: not known yet, it is being taken down
     text: str  # for people; no prompt text
@@ -167,6 +168,7 @@ class WorkerKeeper:
         self._wait: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._restart_at_s = 0.0
+        self._oom_kills: int | None = None
         self._spawned_s = 0.0
         self._looked_s = 0.0
         self._trimmed_s = 0.0
@@ -437,6 +439,7 @@ class WorkerKeeper:
 
     async def _spawn(self) -> None:
         self._handle = None
+        self._oom_kills = oom_kills()
         self._epoch = _usable_epoch()
         self._peer = self._link.admit(self._epoch, self)
         self._spawned_s = self._looked_s = time.monotonic()
@@ -463,6 +466,14 @@ class WorkerKeeper:
     def _announce(self, cause: str, code: int | None, text: str) -> None:
         tail = self._handle.stderr_tail() if self._handle else ""
         operations = tuple(op.kind for op in self._peer.operations.values()) if self._peer else ()
+        killed = _signal_name(code) == "SIGKILL" and not text
+        before, now = self._oom_kills, oom_kills() if killed else None
+        if before is not None and now is not None and now > before:
+            cause = "out of memory"
+            text = (
+                "killed (SIGKILL) while the kernel ran out of memory: plan with a larger "
+                "reserve_bytes, or free memory on this machine"
+            )
         death = Death(
             cause=cause,
             signal=_signal_name(code),

@@ -24,6 +24,8 @@ from modeld.shared.capacity import (
     Resolution,
     SlotUse,
 )
+from modeld.shared.errors import InvalidRequest
+from modeld.shared.host_memory import host_memory
 from modeld.shared.messages import EngineDevice, QualityOut
 from modeld.shared.planner.capacity import resolve, survey
 from modeld.supervisor.asking import ask_engine
@@ -33,6 +35,7 @@ from modeld.supervisor.models.store import StoredModel
 
 log = logging.getLogger(__name__)
 
+READ_LIMIT_S = 5.0
 Ask = Callable[[str, AskRequest], AskAnswer]
 
 
@@ -75,6 +78,7 @@ class Planning:
         self.build = ""  # digest of the engine's build, once it has been heard of
         self.backend_version = ""
         self._ask = ask
+        self._stuck: asyncio.Future[MachineReading] | None = None  # a reading that hangs
         self._asking: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._failed: dict[tuple[str, str], str] = {}
 
@@ -86,8 +90,21 @@ class Planning:
         self.probe.attach_engine(devices)
 
     async def read(self) -> MachineReading:
-        """A live reading, of the devices that the operator lets be used."""
-        return allowed(await asyncio.to_thread(self.probe.read), self.config.devices)
+        """A live reading, of the devices that the operator lets be used.
+
+        A driver that hangs costs the devices, never the answer: until it comes back, only the
+        host is known, and no second thread is given to it.
+        """
+        if self._stuck is None or self._stuck.done():
+            reading = asyncio.ensure_future(asyncio.to_thread(self.probe.read))
+            done, _ = await asyncio.wait([reading], timeout=READ_LIMIT_S)
+            if done:
+                return allowed(reading.result(), self.config.devices)
+            self._stuck = reading
+        log.warning("the devices' drivers have not answered for %g s", READ_LIMIT_S)
+        host = await asyncio.to_thread(host_memory)
+        note = f"accelerators: their drivers did not answer within {READ_LIMIT_S:g} s"
+        return MachineReading(host, notes=(note,))
 
     # --- evidence --------------------------------------------------------------------------------
 
@@ -149,6 +166,20 @@ class Planning:
             return BuildEvidence(words=words)
         return known
 
+    def check_types(self, question: Question, config: Config | None = None) -> None:
+        """Raise InvalidRequest, in the engine's words, for types that it makes no context with."""
+        key = self.key(question.request, config)
+        costs = self.evidence.costs(question.digest, self.build, key)
+        if costs is None or costs.dry or not costs.notes:
+            return
+        request = question.request
+        raise InvalidRequest.of(
+            "k_type",
+            f"{request.k_type} with v_type {request.v_type}",
+            "types that the engine takes for this model, f16 for both among them",
+            f"It said: {costs.notes[0]}",
+        )
+
     def measure(self, question: Question, config: Config | None = None) -> EngineMeasure:
         key = self.key(question.request, config)
         return self.evidence.measure(question.digest, self.build, key)
@@ -170,6 +201,7 @@ class Planning:
 
     def resolve(self, question: Question, machine: MachineReading) -> Resolution:
         """Plan it. Raises InsufficientMemory or InvalidRequest."""
+        self.check_types(question)
         return resolve(
             question.facts,
             question.request,
@@ -188,6 +220,7 @@ class Planning:
         config: Config | None = None,
     ) -> Resolution:
         """Plan it, and answer a refusal as one. Raises InvalidRequest."""
+        self.check_types(question, config)
         policy: CapacityPolicy = (config or self.config).capacity_policy()
         return survey(
             question.facts,

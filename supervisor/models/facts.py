@@ -1,4 +1,4 @@
-"""A model file's facts, read in a short-lived process of its own: the file is not trusted.
+"""A model's facts, read in a short-lived process of its own: the files are not trusted.
 
 Run as ``python -m modeld.supervisor.models.facts PATH`` it prints one JSON object and ends. The
 caller's side maps every way in which that can fail to a typed error.
@@ -7,25 +7,30 @@ caller's side maps every way in which that can fail to a typed error.
 from __future__ import annotations
 
 import hashlib
-import logging
 import resource
-import signal
-import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from modeld.shared.capacity import ModelFacts
-from modeld.shared.errors import ModeldError, ModelLoadFailed, from_wire
-from modeld.shared.gguf_header import check_extents, model_facts, read_header, repeated_token
+from modeld.shared.capacity import FileKind, ModelFacts
+from modeld.shared.errors import BackendMismatch, ModeldError, ModelLoadFailed, from_wire
+from modeld.shared.gguf_header import (
+    GgufHeader,
+    check_extents,
+    companion_facts,
+    model_facts,
+    read_header,
+    repeated_token,
+)
+from modeld.shared.gguf_parts import read_parts
 
-log = logging.getLogger(__name__)
-
-ADDRESS_SPACE_BYTES = 1 << 30
-CPU_SECONDS = 30
+ADDRESS_SPACE_BYTES = 200 * 1024 * 1024
+CPU_SECONDS = 2  # of it, a header at every limit takes less than one
 TIMEOUT_S = 120.0  # a cold disk or a network filesystem may be slow without using any CPU
+_PROJECTORS = ("mmproj", "clip")
 
 
 class _Answer(msgspec.Struct, forbid_unknown_fields=True):
@@ -36,36 +41,84 @@ class _Answer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def inspect(path: Path) -> ModelFacts:
-    """Read and check a file in this process. Raises ModelLoadFailed in the reader's words."""
-    header = read_header(path)
-    kind = header.text("general.type") or "model"
-    if kind != "model":
-        raise _refused(path, f"it holds a GGUF of type {kind!r}, not a whole model")
-    parts = header.integer("split.count")
-    if parts > 1:
-        raise _refused(
-            path,
-            f"it is one of {parts} parts; merge them into one file first "
-            "(`llama-gguf-split --merge`)",
-        )
+    """Read and check a model's files in this process: a GGUF file, any part of a split set, or an
+    OpenVINO folder. Raises ModelLoadFailed in the reader's words; what isn't a model to serve is
+    told by its facts (``refuse_unless_model``).
+    """
+    if path.is_dir():
+        from modeld.shared.ir_facts import ir_facts  # readers of GGUF need none of it
+
+        return ir_facts(path)
+    header, parts, first = read_header(path), 1, path
+    if header.integer("split.count", 1) > 1:
+        header, parts, first = read_parts(path, header)
+    elif header.tensors:
+        check_extents(header, header.file_bytes)
     if not header.architecture or not header.tensors:
         raise _refused(path, "it names no architecture or holds no tensors")
-    check_extents(header, header.file_bytes)
-    repeated = repeated_token(path, header)
+    kind = _kind(path, header)
+    if kind is not FileKind.MODEL:
+        return replace(companion_facts(header, header.file_bytes, kind), parts=parts)
+    if header.block_count == 0:
+        raise _refused(path, f"it says of no block of a {header.architecture!r} model")
+    repeated = repeated_token(first, header)
     if repeated is not None:
         index, text = repeated
         raise _refused(path, f"its vocabulary holds token {index} ({text!r:.60}) twice")
     template = header.chat_template
     digest = hashlib.sha256(template.encode()).hexdigest() if template else ""
-    return model_facts(header, header.file_bytes, template_digest=digest)
+    facts = model_facts(header, header.file_bytes, template_digest=digest)
+    return replace(facts, parts=parts) if parts > 1 else facts
 
 
-def read_facts(path: Path, timeout_s: float = TIMEOUT_S) -> ModelFacts:
-    """The facts of the file at ``path``, read by a process with limits. Blocks; use a thread.
+def _kind(path: Path, header: GgufHeader) -> FileKind:
+    kind = header.text("general.type") or "model"
+    if kind in _PROJECTORS or header.architecture in _PROJECTORS:
+        return FileKind.PROJECTOR
+    if kind == "adapter":
+        return FileKind.ADAPTER
+    if kind != "model":
+        raise _refused(path, f"it holds a GGUF of type {kind!r:.60}, not a model")
+    return FileKind.MODEL
 
-    Raises ModelLoadFailed: what is wrong with the file, or that reading it crashed or took longer
-    than ``timeout_s`` seconds.
+
+def refuse_unless_model(facts: ModelFacts, path: Path) -> None:
+    """Raise for facts of what can't be imported as a model by itself, saying what to do.
+
+    ModelLoadFailed for a projector, an adapter or a split set, BackendMismatch for an IR folder.
     """
+    if facts.model_type != "llama":
+        raise BackendMismatch(
+            f"{path.name} is a model of type {facts.model_type!r}, and this daemon serves type "
+            "'llama' (GGUF files). Import the GGUF form of the model.",
+            metadata={"type": facts.model_type, "served": "llama"},
+        )
+    if facts.file_kind is FileKind.PROJECTOR:
+        raise _refused(
+            path,
+            "it is a multimodal projector, not a whole model; import the model that it belongs to",
+        )
+    if facts.file_kind is FileKind.ADAPTER:
+        raise _refused(
+            path, "it is an adapter, not a whole model; import the model that it was made for"
+        )
+    if facts.parts > 1:
+        raise _refused(
+            path,
+            f"it is one of {facts.parts} parts; merge them into one file first "
+            "(`llama-gguf-split --merge`)",
+        )
+
+
+def read_facts(path: Path, timeout_s: float = TIMEOUT_S, *, any_kind: bool = False) -> ModelFacts:
+    """The facts of the model at ``path``, read by a process with limits. Blocks; use a thread.
+
+    Only a model in one GGUF file is answered, unless ``any_kind``: then whatever ``inspect`` knows.
+    Raises ModelLoadFailed: what is wrong with the files, or that reading them crashed or took
+    longer than ``timeout_s`` seconds; and what ``refuse_unless_model`` raises.
+    """
+    import subprocess  # not above: the reading process starts faster without
+
     try:
         done = subprocess.run(
             _command(path),
@@ -76,11 +129,22 @@ def read_facts(path: Path, timeout_s: float = TIMEOUT_S) -> ModelFacts:
         )
     except subprocess.TimeoutExpired:
         raise _refused(path, f"reading its header took longer than {timeout_s:g} s") from None
-    if done.returncode != 0:
-        log.warning("the facts reader failed: %s", done.stderr[-2000:].decode(errors="replace"))
-        raise _refused(path, f"reading its header failed ({_ending(done.returncode)})")
+    facts = _answered(path, done.returncode, done.stdout, done.stderr)
+    if not any_kind:
+        refuse_unless_model(facts, path)
+    return facts
+
+
+def _answered(path: Path, returncode: int, stdout: bytes, stderr: bytes) -> ModelFacts:
+    if returncode != 0:
+        import logging  # as above
+
+        logging.getLogger(__name__).warning(
+            "the facts reader failed: %s", stderr[-2000:].decode(errors="replace")
+        )
+        raise _refused(path, f"reading its header failed ({_ending(returncode)})")
     try:
-        answer = msgspec.json.decode(done.stdout, type=_Answer)
+        answer = msgspec.json.decode(stdout, type=_Answer)
     except (msgspec.DecodeError, msgspec.ValidationError):
         raise _refused(path, "the header reader gave no usable answer") from None
     if answer.error is not None:
@@ -97,6 +161,8 @@ def _refused(path: Path, why: str) -> ModelLoadFailed:
 def _ending(returncode: int) -> str:
     if returncode >= 0:
         return f"exit code {returncode}"
+    import signal  # as above
+
     try:
         return f"signal {signal.Signals(-returncode).name}"
     except ValueError:

@@ -35,14 +35,7 @@ from modeld.shared.messages import (
     TokenizeResult,
     TurnOp,
 )
-from modeld.supervisor.model_slot import (
-    CREDIT_CHUNKS,
-    Caller,
-    ModelSlot,
-    OpenRequest,
-    WhatIf,
-    capabilities_of,
-)
+from modeld.supervisor.model_slot import ModelSlot, OpenRequest, WhatIf, capabilities_of
 from modeld.supervisor.probes.simulated import parse_machine
 from modeld.supervisor.questions import answers
 from modeld.supervisor.rpc import convert
@@ -50,6 +43,7 @@ from modeld.supervisor.rpc.errors import Context, guarded
 from modeld.supervisor.rpc.services import Services
 from modeld.supervisor.rpc.streaming import QueueReporter, Writer, caller_of
 from modeld.supervisor.sessions import Session
+from modeld.supervisor.slot_core import CREDIT_CHUNKS, Caller
 from modeld.v1 import common_pb2 as common
 from modeld.v1 import session_pb2 as pb
 from modeld.v1 import session_pb2_grpc

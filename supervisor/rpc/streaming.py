@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from modeld.shared.errors import SlowConsumer
-from modeld.supervisor.model_slot import Caller
 from modeld.supervisor.rpc.errors import Context
+from modeld.supervisor.slot_core import Caller
 from modeld.v1 import common_pb2 as common
 
 logger = logging.getLogger(__name__)

@@ -54,7 +54,9 @@ class Traced:
         self._make = engine.new_context
         engine.new_context = self._new_context  # type: ignore[method-assign]
 
-    def _new_context(self, window: int, k_type: str, v_type: str) -> LlamaContext:
+    def _new_context(
+        self, window: int, k_type: str, v_type: str, compute_bytes: int = 0
+    ) -> LlamaContext:
         made = self._make(window, k_type, v_type)
         self.splits[made] = []
         evaluate, step = made.evaluate, made.step
