@@ -24,7 +24,7 @@ class AskRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     k_type: str = "f16"
     v_type: str = "f16"
     flash_attn: bool = False
-    windows: list[int] = []  # tokens; those beyond what the model takes are left out
+    windows: list[int] = []  # tokens; beyond what the model takes, its ceiling is tried once
 
 
 class AskPoint(msgspec.Struct, forbid_unknown_fields=True):

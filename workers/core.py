@@ -55,6 +55,7 @@ from modeld.workers.executor import OpContext
 from modeld.workers.pool import ContextPool, Shape
 from modeld.workers.prefill import Prefill, check_bytes, check_window
 from modeld.workers.prompt import Assembled, PromptAssembler
+from modeld.workers.quality import greedy_probe
 from modeld.workers.session import COUNTERS, Session
 from modeld.workers.splits import Controls, Part
 from modeld.workers.template import ChatTemplate
@@ -119,7 +120,17 @@ class SessionCore:
             context.beat()
             context.emit(Progress(stage=stage, fraction=fraction))
 
+        def polled() -> bool:
+            context.beat()
+            return context.cancelled()
+
         result = self._engine.load(op, report, context.cancelled)
+        if op.quality:
+            try:
+                result.quality = greedy_probe(self._engine, report, polled)
+            except BaseException:
+                self._drop_model()
+                raise
         self._pool = ContextPool(self._engine, op.max_contexts)
         source = self._engine.chat_template
         if source:
@@ -156,7 +167,7 @@ class SessionCore:
         assembler = self._assembler(op.prompt_format)
         faults.point("open")
         shape = Shape(op.window, op.k_type, op.v_type)
-        entry, reused = pool.acquire(op.session_id, shape, op.free_bytes)
+        entry, reused = pool.acquire(op.session_id, shape, op.free_bytes, op.compute_bytes)
         session = Session(
             session_id=op.session_id,
             assembler=assembler,
@@ -177,6 +188,9 @@ class SessionCore:
             slot_bytes=pool.slot_bytes,
             slot_compute_bytes=pool.slot_compute_bytes,
             reclaimable_bytes=pool.reclaimable_bytes,
+            slot_placed=pool.slot_placed,
+            reclaimable_placed=pool.reclaimable_placed,
+            placed=list(entry.engine_context.placed),
         )
 
     def _close(self, op: CloseOp, context: OpContext) -> CloseResult:
@@ -195,6 +209,8 @@ class SessionCore:
             slot_bytes=pool.slot_bytes,
             slot_compute_bytes=pool.slot_compute_bytes,
             reclaimable_bytes=pool.reclaimable_bytes,
+            slot_placed=pool.slot_placed,
+            reclaimable_placed=pool.reclaimable_placed,
         )
 
     def _session(self, session_id: str) -> Session:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from modeld.shared.messages import Hello, LoadOp, LoadResult
+    from modeld.shared.messages import Hello, LoadOp, LoadResult, PlacedOut
 
     Logits = NDArray[np.float32]
 
@@ -51,8 +51,9 @@ class EngineContext(Protocol):
     """One sequence's KV state in an engine context of its own."""
 
     window: int  # tokens allocated, as the engine rounded them
-    kv_bytes: int
+    kv_bytes: int  # on all devices together
     compute_bytes: int
+    placed: list[PlacedOut]  # the same by device
 
     def evaluate(self, tokens: Sequence[int], position: int, *, cancelled: Cancelled) -> int:
         """Append ``tokens`` at ``position`` and return how many were evaluated.
@@ -95,7 +96,11 @@ class Engine(Protocol):
     def hello(self) -> Hello: ...
 
     def load(self, request: LoadOp, report: ReportProgress, cancelled: Cancelled) -> LoadResult:
-        """Raises ModelLoadFailed with the engine's own words, leaving nothing loaded."""
+        """Carries out the request's placement and reports what really went where.
+
+        Raises ModelLoadFailed with the engine's own words or InsufficientMemory with the numbers,
+        leaving nothing loaded; InvalidRequest for a placement that can't be.
+        """
 
     def unload(self) -> None:
         """Free the model and give the memory back to the system. Idempotent."""
@@ -110,5 +115,10 @@ class Engine(Protocol):
     def special_texts(self) -> Mapping[str, str]:
         """Template variables: bos_token, eos_token, …"""
 
-    def new_context(self, window: int, k_type: str, v_type: str) -> EngineContext:
-        """Raises InsufficientMemory if it can't be allocated, InvalidRequest for a bad type."""
+    def new_context(
+        self, window: int, k_type: str, v_type: str, compute_bytes: int = 0
+    ) -> EngineContext:
+        """``compute_bytes`` is what was planned for its buffers on the host; 0: estimate it.
+
+        Raises InsufficientMemory if it can't be allocated, InvalidRequest for a bad type.
+        """

@@ -6,7 +6,7 @@ Owns the exact record of evaluated tokens. Knows nothing of prompts, turns, samp
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modeld.shared.errors import InsufficientMemory, SessionFatal
+from modeld.shared.messages import PlacedOut
 from modeld.workers.engine import Cancelled, Engine, EngineContext
 
 if TYPE_CHECKING:
@@ -137,6 +138,17 @@ class PooledContext:
         self._logits_current = False
 
 
+def _added(entries: Iterable[PooledContext]) -> list[PlacedOut]:
+    """One row a device, in the order in which the engine names them."""
+    rows: dict[str, PlacedOut] = {}
+    for entry in entries:
+        for part in entry.engine_context.placed:
+            row = rows.setdefault(part.device, PlacedOut(device=part.device))
+            row.kv_bytes += part.kv_bytes
+            row.compute_bytes += part.compute_bytes
+    return list(rows.values())
+
+
 class ContextPool:
     """At most ``max_contexts`` engine contexts, in use and reclaimable together."""
 
@@ -173,6 +185,16 @@ class ContextPool:
         return sum(entry.bytes for entry in self.contexts if entry.owner is None)
 
     @property
+    def slot_placed(self) -> list[PlacedOut]:
+        """KV and compute bytes of all contexts, by device."""
+        return _added(self.contexts)
+
+    @property
+    def reclaimable_placed(self) -> list[PlacedOut]:
+        """Those of contexts without a session."""
+        return _added(self._reclaimable())
+
+    @property
     def in_use(self) -> int:
         return sum(entry.owner is not None for entry in self.contexts)
 
@@ -190,12 +212,15 @@ class ContextPool:
         self._tick += 1
         entry.last_used = self._tick
 
-    def acquire(self, owner: str, shape: Shape, free_bytes: int = 0) -> tuple[PooledContext, bool]:
+    def acquire(
+        self, owner: str, shape: Shape, free_bytes: int = 0, compute_bytes: int = 0
+    ) -> tuple[PooledContext, bool]:
         """A context for ``owner``, and whether it was taken from the pool.
 
         A blank one of this shape first, then a new one, then the least recently used reclaimable
         one. ``free_bytes`` is what must be given back before anything new is allocated: a
-        reclaimable context of this shape is taken instead, or others are freed.
+        reclaimable context of this shape is taken instead, or others are freed. ``compute_bytes``
+        is what was planned for a new one's buffers on the host.
 
         Raises InsufficientMemory with the numbers when nothing can be had, and InvalidRequest for
         a KV type that the engine doesn't know.
@@ -205,7 +230,7 @@ class ContextPool:
             entry = self._give_back(shape, free_bytes)
         reused = entry is not None
         if entry is None:
-            entry, reused = self._make_room(shape)
+            entry, reused = self._make_room(shape, compute_bytes)
         entry.owner = owner
         self.touch(entry)
         return entry, reused
@@ -263,13 +288,13 @@ class ContextPool:
             self.destroy(free.pop(0))
         return same
 
-    def _make_room(self, shape: Shape) -> tuple[PooledContext, bool]:
+    def _make_room(self, shape: Shape, compute_bytes: int) -> tuple[PooledContext, bool]:
         """A new context, or the least recently used reclaimable one where none can be made."""
         refusal: InsufficientMemory | None = None
         while True:
             if len(self.contexts) < self.max_contexts:
                 try:
-                    return self._create(shape), False
+                    return self._create(shape, compute_bytes), False
                 except InsufficientMemory as error:
                     refusal = error
             free = self._reclaimable()
@@ -280,8 +305,8 @@ class ContextPool:
             log.info("freeing a reclaimable context of %d tokens", len(free[0]))
             self.destroy(free[0])
 
-    def _create(self, shape: Shape) -> PooledContext:
-        made = self._engine.new_context(shape.window, shape.k_type, shape.v_type)
+    def _create(self, shape: Shape, compute_bytes: int) -> PooledContext:
+        made = self._engine.new_context(shape.window, shape.k_type, shape.v_type, compute_bytes)
         entry = PooledContext(made, shape)
         self.contexts.append(entry)
         self.created += 1

@@ -20,6 +20,7 @@ from modeld.shared.messages import Kind
 from modeld.workers import faults
 from modeld.workers.executor import Handler, Pulse, Tasks, run
 from modeld.workers.io_thread import EXIT_ORPHANED, IoThread, Settings
+from modeld.workers.memory_guard import offer_to_oom_killer
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def main(make_handler: Callable[[], Handler]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to answer
     # A core of a worker would hold prompts and gigabytes of weights.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    offer_to_oom_killer()
     logging.basicConfig(
         stream=sys.stderr,
         level=os.environ.get("MODELD_WORKER_LOG", "INFO").upper(),

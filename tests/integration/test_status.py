@@ -138,7 +138,7 @@ def test_identity_is_told_alike_before_and_after_opening(client: Client) -> None
         assert client.load_model(MODEL).identity.kv_digest == session.identity.kv_digest
 
 
-def test_describe_answers_the_six_questions_and_the_facts(client: Client) -> None:
+def test_describe_answers_the_six_questions_and_a_second_load_certifies(client: Client) -> None:
     client.load_model(MODEL)
     described = client.describe(MODEL)
     assert described.resident
@@ -156,8 +156,14 @@ def test_describe_answers_the_six_questions_and_the_facts(client: Client) -> Non
     assert not cold.resident
     assert cold.identity.runtime_digest == ""
     assert cold.identity.kv_digest == described.identity.kv_digest
-    loader = {question.name: question.answer for question in cold.questions}
-    assert loader["loader_supports_architecture"] == "unknown"
+    asked = {question.name: question for question in cold.questions}
+    assert asked["loader_supports_architecture"].answer == "yes"
+    assert "dry run" in asked["loader_supports_architecture"].evidence
+    client.load_model(MODEL)
+    again = {question.name: question for question in client.describe(MODEL).questions}
+    assert again["quality_certified"].answer == "yes"
+    assert "second run" in again["quality_certified"].evidence
+    client.unload_model(force=True)
     assert client.status().slots[0].state is SlotState.EMPTY
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from modeld.shared.errors import InsufficientMemory, InvalidRequest, ModelLoadFailed, SessionFatal
-from modeld.shared.messages import Hello, LoadOp, LoadResult
+from modeld.shared.messages import Hello, LoadOp, LoadResult, PlacedOut
 from modeld.workers.engine import Cancelled, EngineContext, ReportProgress
 
 if TYPE_CHECKING:
@@ -88,6 +88,9 @@ class FakeContext:
         self.window = window
         self.kv_bytes = window * cell_bytes
         self.compute_bytes = 1000
+        self.placed = [
+            PlacedOut(device="CPU", kv_bytes=self.kv_bytes, compute_bytes=self.compute_bytes)
+        ]
         self.engine = engine
         self.tokens: list[int] = []
         self.hashes: list[int] = []
@@ -179,6 +182,7 @@ class FakeEngine:
         self.cells = 0
         self.evaluated = 0
         self.copied = 0
+        self.planned_compute: list[int] = []  # of every context asked for
         self.fail_after: int | None = None  # evaluate that many micro-batches, then fail
         self.loaded = False
         self._tokenizer = FakeTokenizer(add_bos=add_bos)
@@ -227,7 +231,10 @@ class FakeEngine:
     def special_texts(self) -> Mapping[str, str]:
         return {"bos_token": "<|begin|>", "eos_token": "<|im_end|>"}
 
-    def new_context(self, window: int, k_type: str, v_type: str) -> FakeContext:
+    def new_context(
+        self, window: int, k_type: str, v_type: str, compute_bytes: int = 0
+    ) -> FakeContext:
+        self.planned_compute.append(compute_bytes)
         if k_type not in ("f16", "q8_0") or v_type not in ("f16", "q8_0"):
             raise InvalidRequest.of("k_type", k_type, "f16 or q8_0")
         if self.cells + window > self.cell_limit:

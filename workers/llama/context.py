@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,9 @@ import numpy as np
 
 from modeld.shared.errors import ContextOverflow, InsufficientMemory, InvalidRequest, SessionFatal
 from modeld.workers.engine import Cancelled, EngineContext
+from modeld.workers.llama import reports
 from modeld.workers.llama.native import engine_log, llama
-from modeld.workers.llama.validate import KV_TYPES, SEQUENCES
+from modeld.workers.llama.parameters import ContextSettings, context_parameters
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,24 +32,7 @@ log = logging.getLogger(__name__)
 _OWN, _SCRATCH = 0, 1  # sequence ids
 _ABORTED = 2
 _COPY_TOKENS = 512  # of a prefix at a time
-_MIB = 1024 * 1024
-_COMPUTE_LINE = re.compile(r"(?:compute|output) buffer size\s*=\s*([\d.]+) MiB")
-_KV_LINE = re.compile(r"(?:KV|RS) buffer size\s*=\s*([\d.]+) MiB")
 _NO_ABORT = llama.ggml_abort_callback(0)
-
-
-@dataclass(frozen=True)
-class ContextSettings:
-    """How a context is made. Counts are tokens."""
-
-    window: int
-    n_batch: int
-    n_ubatch: int
-    k_type: str
-    v_type: str
-    threads: int
-    flash_attn: bool
-    offload: bool
 
 
 @dataclass(frozen=True)
@@ -76,7 +59,7 @@ class LlamaContext:
         self._traits, self._on_close = traits, on_close
         engine_log.clear()
         with engine_log.recording() as lines:
-            self._handle = llama.llama_init_from_model(model, _parameters(settings))
+            self._handle = llama.llama_init_from_model(model, context_parameters(settings))
         if not self._handle:
             raise InsufficientMemory(
                 f"The engine can't make a context of {settings.window} tokens with "
@@ -89,8 +72,11 @@ class LlamaContext:
         # As the engine has them: it lowers them by rules of its own, and a longer batch aborts.
         self._n_batch: int = llama.llama_n_batch(self._handle)
         self._n_ubatch: int = llama.llama_n_ubatch(self._handle)
-        self.compute_bytes = _mebibytes(_COMPUTE_LINE, lines)
+        compute = reports.compute_by_device(lines)
+        self.compute_bytes = sum(compute.values())
         self.kv_bytes = _checked_kv_bytes(planned_kv_bytes(self.window), lines)
+        kv = reports.scaled_to(self.kv_bytes, reports.kv_by_device(lines))
+        self.placed = reports.placed(kv=kv, compute=compute)
         self._length = 0
         self._has_logits = False
         self._broken = False
@@ -419,39 +405,9 @@ def _never() -> bool:
     return False
 
 
-def _parameters(settings: ContextSettings) -> Any:
-    made = llama.llama_context_default_params()
-    made.n_ctx = settings.window
-    made.n_batch = settings.n_batch
-    made.n_ubatch = settings.n_ubatch
-    # Unified with one scratch sequence: a prefix can be copied out without touching the session.
-    made.n_seq_max = SEQUENCES
-    made.kv_unified = True
-    # One row of logits is ever read; fewer rows than sequences would abort the engine.
-    made.n_outputs_max = SEQUENCES
-    made.n_threads = made.n_threads_batch = settings.threads
-    # Left on automatic, results would depend on how a prompt was split.
-    made.flash_attn_type = 1 if settings.flash_attn else 0
-    made.type_k, made.type_v = KV_TYPES[settings.k_type], KV_TYPES[settings.v_type]
-    made.offload_kqv = made.op_offload = settings.offload
-    made.embeddings = False
-    made.swa_full = False
-    made.no_perf = True
-    return made
-
-
-def _mebibytes(pattern: re.Pattern[str], lines: list[str]) -> int:
-    found = (match for line in lines if (match := pattern.search(line)))
-    return round(sum(float(match[1]) for match in found) * _MIB)
-
-
 def _checked_kv_bytes(planned: int, lines: list[str]) -> int:
-    """The computed bytes where the engine's report, in MiB with two decimals, agrees; else its."""
-    reported = _mebibytes(_KV_LINE, lines)
-    if not planned:  # a recurrent state, which the plan doesn't know
-        return reported
-    places = sum(bool(_KV_LINE.search(line)) for line in lines)
-    if abs(reported - planned) <= 0.00501 * _MIB * max(places, 1):
-        return planned
-    log.warning("KV planned at %d bytes, the engine reports %d", planned, reported)
-    return reported
+    """The computed bytes where the engine's report agrees; else its."""
+    reported = reports.kv_reported(lines)
+    if planned and not reported.agrees_with(planned):
+        log.warning("KV planned at %d bytes, the engine reports %d", planned, reported.bytes)
+    return reports.settled_kv_bytes(planned, reported)

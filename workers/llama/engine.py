@@ -6,6 +6,7 @@ Uses the binding's low-level functions only. Knows no sessions, prompts or polic
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -15,7 +16,9 @@ from typing import Any
 
 from modeld.shared.capacity import ModelFacts
 from modeld.shared.errors import (
+    InsufficientMemory,
     InvalidRequest,
+    ModeldError,
     ModelLoadFailed,
     ModelNotActive,
     SessionFatal,
@@ -24,26 +27,41 @@ from modeld.shared.errors import (
 from modeld.shared.gguf_header import GgufHeader, model_facts
 from modeld.shared.manifest import template_digest
 from modeld.shared.messages import Hello, LoadOp, LoadResult
-from modeld.shared.planner import kv_math
 from modeld.workers.engine import Cancelled, ReportProgress
-from modeld.workers.llama import probe, threads, validate
-from modeld.workers.llama.context import ContextSettings, LlamaContext, ModelTraits
+from modeld.workers.llama import host, probe, reports, threads, validate
+from modeld.workers.llama.context import LlamaContext, ModelTraits
+from modeld.workers.llama.devices import accelerators, engine_devices
 from modeld.workers.llama.native import build, engine_log, llama, start
+from modeld.workers.llama.parameters import (
+    ContextSettings,
+    ModelParameters,
+    context_settings,
+    model_parameters,
+)
 from modeld.workers.llama.tokenizer import LlamaTokenizer
+from modeld.workers.llama.traits import engine_traits, why_not_generating
+from modeld.workers.memory_guard import MemoryGuard
 
 log = logging.getLogger(__name__)
-
-_VOCABULARY_NONE = 0
 
 
 class _Loaded:
     """A model that is loaded, with what was found out about it."""
 
     def __init__(
-        self, handle: Any, header: GgufHeader, facts: ModelFacts, request: LoadOp, threads: int
+        self,
+        handle: Any,
+        header: GgufHeader,
+        facts: ModelFacts,
+        request: LoadOp,
+        threads: int,
+        lines: list[str],
     ) -> None:
+        """``lines`` is what the engine logged while it loaded."""
         self.handle, self.header, self.facts = handle, header, facts
         self.request, self.threads = request, threads
+        self.gpu_layers = reports.offloaded_layers(lines)
+        self.placed = reports.placed(weights=reports.weights_by_device(lines))
         vocab = llama.llama_model_get_vocab(handle)
         self.tokenizer = LlamaTokenizer(
             vocab, kind=header.tokenizer_model, pre=header.tokenizer_pre
@@ -59,7 +77,8 @@ class _Loaded:
 class LlamaEngine:
     """See ``Engine``. All methods run on one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: MemoryGuard | None = None) -> None:
+        self._guard = guard or MemoryGuard()
         self._loaded: _Loaded | None = None
 
     def hello(self) -> Hello:
@@ -72,6 +91,7 @@ class LlamaEngine:
             build_digest=build().digest,
             pid=os.getpid(),
             capabilities={"generate": "yes", "gpu_offload": offload},
+            devices=engine_devices(),
             state_layout=f"llama-sequence-{llama.LLAMA_STATE_SEQ_VERSION}",
             # Every native call releases the GIL: a 2 ms beat came at most 7 ms late during
             # prefill. The rest is room for a loaded machine.
@@ -96,11 +116,26 @@ class LlamaEngine:
         busy = threads.read_busy(processors)
         report("loading", 0.0)
         header = validate.check_file(request.path)
+        validate.check_gpu_layers(request.n_gpu_layers, header)
         facts = model_facts(header, header.file_bytes)
         chosen = request.threads or threads.free_threads(busy, processors)
-        handle = _load_model(request, facts, report, cancelled)
+        placement = model_parameters(
+            request.n_gpu_layers, request.devices, request.tensor_split, accelerators()
+        )
+        weights = host.host_weights(facts, request.n_gpu_layers) or 0
+        with (
+            engine_log.recording() as lines,
+            self._guard.allocating(
+                f"The model {request.model!r}",
+                {"weights": weights},
+                "Free memory, choose a smaller model or quantisation, or leave fewer of its layers "
+                "on the host.",
+                more={"model": request.model},
+            ),
+        ):
+            handle = _load_model(request, facts, placement, report, cancelled)
         try:
-            self._loaded = _Loaded(handle, header, facts, request, chosen)
+            self._loaded = _Loaded(handle, header, facts, request, chosen, lines)
             _refuse_unless_it_generates(self._loaded)
             capabilities = _probed(self, self._loaded)
             return self._result(self._loaded, capabilities, time.monotonic() - began)
@@ -127,6 +162,9 @@ class LlamaEngine:
             threads=loaded.threads,
             capabilities=capabilities,
             seconds=seconds,
+            gpu_layers=loaded.gpu_layers,
+            placed=loaded.placed,
+            traits=engine_traits(loaded.handle),
         )
 
     def unload(self) -> None:
@@ -166,42 +204,67 @@ class LlamaEngine:
 
     # --- contexts ----------------------------------------------------------------------------
 
-    def new_context(self, window: int, k_type: str, v_type: str) -> LlamaContext:
+    def new_context(
+        self, window: int, k_type: str, v_type: str, compute_bytes: int = 0
+    ) -> LlamaContext:
         """See ``Engine``. ``window`` is tokens; what is really allocated is in the answer."""
         loaded = self._current
         request, facts = loaded.request, loaded.facts
         validate.check_window(facts, window)
         validate.check_kv_types(facts, k_type, v_type, flash_attn=request.flash_attn)
-        cells = kv_math.round_up(window, validate.CELL_PAD)
-        n_batch = min(request.n_batch, cells)
-        n_ubatch = min(request.n_ubatch, n_batch)
-
-        def planned(actual_cells: int) -> int:
-            return validate.planned_kv_bytes(facts, actual_cells, k_type, v_type, n_ubatch)
-
-        validate.check_free(planned(cells))
-        context = LlamaContext(
-            loaded.handle,
-            loaded.traits,
-            ContextSettings(
-                window=cells,
-                n_batch=n_batch,
-                n_ubatch=n_ubatch,
-                k_type=k_type,
-                v_type=v_type,
-                threads=loaded.threads,
-                flash_attn=request.flash_attn,
-                offload=request.n_gpu_layers > 0,
-            ),
-            planned,
-            loaded.contexts.discard,
+        settings = context_settings(
+            window,
+            n_batch=request.n_batch,
+            n_ubatch=request.n_ubatch,
+            k_type=k_type,
+            v_type=v_type,
+            threads=loaded.threads,
+            flash_attn=request.flash_attn,
+            offload=request.n_gpu_layers > 0,
         )
+
+        advice = "Ask for a smaller window, or close a session."
+        parts = {
+            "kv": settings.planned_kv_bytes(
+                host.on_host(facts, loaded.gpu_layers), settings.window
+            ),
+            "compute": compute_bytes or self._estimated_compute(settings),
+        }
+        with self._guard.allocating(
+            f"A context of {settings.window} tokens",
+            parts,
+            advice,
+            more={"window": window},
+            untouched_bytes=host.graph_bytes(facts, len(loaded.header.tensors), settings.n_ubatch),
+        ):
+            context = LlamaContext(
+                loaded.handle,
+                loaded.traits,
+                settings,
+                functools.partial(settings.planned_kv_bytes, facts),
+                loaded.contexts.discard,
+            )
         loaded.contexts.add(context)
         return context
 
+    def _estimated_compute(self, settings: ContextSettings) -> int:
+        loaded = self._current
+        return host.estimated_compute(
+            loaded.facts,
+            settings.window,
+            loaded.gpu_layers,
+            n_batch=settings.n_batch,
+            n_ubatch=settings.n_ubatch,
+            outputs=validate.SEQUENCES,
+        )
+
 
 def _load_model(
-    request: LoadOp, facts: ModelFacts, report: ReportProgress, cancelled: Cancelled
+    request: LoadOp,
+    facts: ModelFacts,
+    placement: ModelParameters,
+    report: ReportProgress,
+    cancelled: Cancelled,
 ) -> Any:
     stopped, told = False, 0.0
 
@@ -214,12 +277,8 @@ def _load_model(
         stopped = stopped or cancelled()
         return not stopped
 
-    parameters = llama.llama_model_default_params()
-    parameters.n_gpu_layers = request.n_gpu_layers
+    parameters = placement.struct
     parameters.load_mode = llama.LLAMA_LOAD_MODE_MMAP
-    # Repacked copies would double the weights' memory outside the file's pages, and pick kernels
-    # (AMX among them) that a virtual machine may announce and then not execute.
-    parameters.use_extra_bufts = False
     # Weights that aren't numbers decode without an error. Looking costs 0.2 s a GiB, once it is
     # read; beyond that size they are found at the first logits.
     parameters.check_tensors = facts.weights_bytes <= probe.MAX_PROBED_BYTES
@@ -234,9 +293,19 @@ def _load_model(
         llama.llama_model_free(handle)
     if stopped:
         raise _load_cancelled()
-    raise ModelLoadFailed(
-        f"The engine refused the model {request.model!r}. It said: {engine_log.words()}.",
-        metadata={"cause": "engine", "model": request.model},
+    raise _engine_refusal(request)
+
+
+def _engine_refusal(request: LoadOp) -> ModeldError:
+    said, about = engine_log.words(), {"cause": "engine", "model": request.model}
+    if reports.lacks_memory(said):
+        return InsufficientMemory(
+            f"The engine could not allocate the model {request.model!r}. It said: {said}. Free "
+            "memory, choose a smaller model, or place its layers otherwise.",
+            metadata=about,
+        )
+    return ModelLoadFailed(
+        f"The engine refused the model {request.model!r}. It said: {said}.", metadata=about
     )
 
 
@@ -257,16 +326,7 @@ def _load_cancelled() -> ModelLoadFailed:
 
 
 def _refuse_unless_it_generates(loaded: _Loaded) -> None:
-    handle = loaded.handle
-    why = ""
-    if llama.llama_vocab_type(llama.llama_model_get_vocab(handle)) == _VOCABULARY_NONE:
-        why = "it has no vocabulary"
-    elif llama.llama_model_has_encoder(handle) or not llama.llama_model_has_decoder(handle):
-        why = "it has an encoder"
-    elif llama.llama_model_is_diffusion(handle):
-        why = "it generates by diffusion"
-    elif loaded.header.metadata.get(loaded.header.own("attention.causal")) is False:
-        why = "its attention isn't causal: it is an embedding model"
+    why = why_not_generating(loaded.handle, loaded.header)
     if why:
         raise UnsupportedFeature(
             f"The model {loaded.request.model!r} can't be served for generation: {why}.",

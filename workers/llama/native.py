@@ -104,7 +104,8 @@ class Build:
     digest: str  # SHA-256 hex over version, and name, size and content of each library
 
 
-def _libraries() -> list[Path]:
+@functools.cache
+def libraries() -> list[Path]:
     """The engine's shared libraries that this process has mapped."""
     try:
         maps = Path("/proc/self/maps").read_text(errors="replace")
@@ -123,7 +124,7 @@ def build() -> Build:
     """Which engine this is; reads some megabytes of libraries once a process."""
     version = f"llama-cpp-python {llama_cpp.__version__}, libllama {llama.llama_version().decode()}"
     parts = [version]
-    for path in _libraries():
+    for path in libraries():
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
         parts.append(f"{path.name} {path.stat().st_size} {content}")

@@ -5,10 +5,8 @@ Pure checks over requests and a file's header; loads nothing.
 
 from __future__ import annotations
 
-import psutil
-
 from modeld.shared.capacity import ModelFacts
-from modeld.shared.errors import InsufficientMemory, InvalidRequest, ModelLoadFailed
+from modeld.shared.errors import InvalidRequest, ModelLoadFailed
 from modeld.shared.gguf_header import GgufHeader, check_extents, read_header, repeated_token
 from modeld.shared.messages import LoadOp
 from modeld.shared.planner import kv_math
@@ -38,7 +36,7 @@ def check_load(request: LoadOp) -> None:
     _within("n_batch", request.n_batch, SEQUENCES, MAX_BATCH)
     _within("n_ubatch", request.n_ubatch, SEQUENCES, request.n_batch)
     _within("threads", request.threads, 0, MAX_THREADS)
-    _within("n_gpu_layers", request.n_gpu_layers, 0, 10_000)
+    _within("n_gpu_layers", request.n_gpu_layers, 0, ENGINE_MAX_LAYERS + 1)
     if "\0" in request.path:
         raise InvalidRequest.of("path", request.path[:200], "a path without NUL characters")
 
@@ -68,6 +66,11 @@ def check_file(path: str) -> GgufHeader:
     return header
 
 
+def check_gpu_layers(n_gpu_layers: int, header: GgufHeader) -> None:
+    """Raise InvalidRequest for more layers than the model has, its output counted as one."""
+    _within("n_gpu_layers", n_gpu_layers, 0, header.block_count + 1)
+
+
 def _bad(what: str) -> ModelLoadFailed:
     return ModelLoadFailed(
         f"The model file can't be served: {what}. Fetch or convert it again.",
@@ -90,15 +93,27 @@ def check_kv_types(facts: ModelFacts, k_type: str, v_type: str, *, flash_attn: b
         )
 
 
+def largest_window(facts: ModelFacts) -> int:
+    """The model's ceiling in tokens, rounded as the engine allocates."""
+    ceiling = facts.model_max or MAX_WINDOW
+    return min(kv_math.round_up(ceiling, CELL_PAD), MAX_WINDOW)
+
+
 def check_window(facts: ModelFacts, window: int) -> None:
     """Raise InvalidRequest for a window (tokens) outside what the model can attend."""
-    ceiling = facts.model_max or MAX_WINDOW
-    most = min(kv_math.round_up(ceiling, CELL_PAD), MAX_WINDOW)
-    _within("window", window, 1, most)
+    _within("window", window, 1, largest_window(facts))
 
 
-def planned_kv_bytes(facts: ModelFacts, cells: int, k_type: str, v_type: str, n_ubatch: int) -> int:
-    """Bytes that the engine allocates for KV in a context of ``cells``."""
+def planned_kv_bytes(
+    facts: ModelFacts,
+    cells: int,
+    k_type: str,
+    v_type: str,
+    n_ubatch: int,
+    *,
+    flash_attn: bool = False,
+) -> int:
+    """Bytes that the engine allocates for KV and recurrent states in a context of ``cells``."""
     return kv_math.kv_bytes(
         facts.layers,
         cells,
@@ -107,15 +122,5 @@ def planned_kv_bytes(facts: ModelFacts, cells: int, k_type: str, v_type: str, n_
         pad=CELL_PAD,
         extra_window_cells=n_ubatch,
         window_sequences=SEQUENCES,
+        widest_value=0 if flash_attn else facts.widest_value,
     )
-
-
-def check_free(kv_bytes: int) -> None:
-    """The last look before an allocation that the system would grant and then kill for."""
-    free = psutil.virtual_memory().available
-    if kv_bytes > free:
-        raise InsufficientMemory(
-            f"The context's KV needs {kv_bytes} bytes, {free} are free. "
-            "Ask for a smaller window or close a session.",
-            metadata={"kv_bytes": kv_bytes, "free_bytes": free},
-        )
