@@ -27,6 +27,8 @@ COMMANDS = {
     "sessions": "modeld.cli.commands.sessions:sessions",
     "status": "modeld.cli.commands.status:status",
     "describe": "modeld.cli.commands.describe:describe",
+    "plan": "modeld.cli.commands.plan:plan",
+    "doctor": "modeld.cli.commands.doctor:doctor",
     "tokenize": "modeld.cli.commands.tokenize:tokenize",
     "serve": "modeld.cli.commands.serve:serve",
     "drain": "modeld.cli.commands.drain:drain",

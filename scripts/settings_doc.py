@@ -17,7 +17,7 @@ def table() -> str:
     for setting in SETTINGS:
         default = setting.default
         if isinstance(default, tuple):
-            default = ", ".join(default)
+            default = ", ".join(map(str, default))
         elif setting.kind == "size":
             default = size_text(default)
         elif setting.kind == "bool":

@@ -122,6 +122,8 @@ class ModelFacts:
     window_pattern_source: str = ""  # where the kinds of windowed layers are known from
     # Values are stored transposed without flash attention, every layer as wide as the widest.
     widest_value: int = 0  # elements a token (heads x length); 0: all alike
+    experts_used: int = 0  # experts that work on one token; 0: none, or unknown
+    expert_feed_forward_length: int = 0  # elements of one expert; 0: feed_forward_length
 
 
 @dataclass(frozen=True)
@@ -312,7 +314,8 @@ class Remedy:
     """One thing that would make a refused plan fit. ``kind`` names it, ``value`` is what to set:
 
     ``window`` (tokens), ``k_type``, ``gpu_layers``, ``placement`` (shed), ``sessions``,
-    ``model`` (a smaller one of the store), ``free`` (bytes to be freed), ``user_limit`` (bytes).
+    ``model`` (a smaller one of the store), ``free`` (bytes to be freed), ``user_limit`` and
+    ``device_limit`` (bytes, the setting's new value).
     """
 
     kind: str

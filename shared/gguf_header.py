@@ -1,6 +1,7 @@
-"""A GGUF file's facts, from its header alone, and the proof that its tensors lie in the file.
+"""A GGUF file's header as typed settings, and the proof that its tensors lie in the file.
 
-Reads a file once, in bounded time and memory (``gguf_parse``); loads no weights, knows no engine.
+Reads a file once, in bounded time and memory (``gguf_parse``); loads no weights. What follows from
+the settings is ``gguf_facts``'s to say.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 
-from modeld.shared.capacity import LayerFacts, ModelFacts
 from modeld.shared.errors import ModelLoadFailed
+from modeld.shared.gguf_facts import companion_facts, model_facts
+from modeld.shared.gguf_layers import MAX_LAYERS
 from modeld.shared.gguf_parse import (
+    MAX_COUNT,
+    TOKENS_KEY,
     ArrayInfo,
     TensorInfo,
     Value,
@@ -23,18 +26,27 @@ from modeld.shared.gguf_parse import (
     read_string,
     refuse,
     repeated_string,
+    tensor_size,
 )
 from modeld.shared.gguf_types import (
     ADD_BOS_PRE_TOKENIZERS,
     ADD_BOS_VOCABULARIES,
     FILE_TYPES,
     TENSOR_TYPES,
-    WINDOW_PERIOD,
 )
 
+__all__ = [
+    "GgufHeader",
+    "check_extents",
+    "companion_facts",
+    "model_facts",
+    "read_header",
+    "repeated_token",
+    "tensor_size",
+]
+
 DEFAULT_ALIGNMENT = 32
-MAX_LAYERS = 4096
-TOKENS_KEY = "tokenizer.ggml.tokens"
+MAX_ARCHITECTURE = 100  # letters
 
 
 @dataclass(frozen=True)
@@ -55,28 +67,43 @@ class GgufHeader:
     eos_text: str
 
     def integer(self, key: str, default: int = 0) -> int:
-        value = self.metadata.get(key, default)
+        value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise refuse(f"{key!r} is {value!r:.100}, not an integer")
         return value
 
     def text(self, key: str) -> str:
-        value = self.metadata.get(key, "")
+        value = self._value(key, "")
         if not isinstance(value, str):
             raise refuse(f"{key!r} is {value!r:.100}, not a text")
         return value
 
+    def count(self, name: str, default: int = 0) -> int:
+        """This architecture's setting ``name``, which counts something. At most 32 bits."""
+        key = self.own(name)
+        return _counted(key, self.integer(key, default))
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """An array of counts or of truth values, () if there is none."""
+        value = self._value(key, ())
+        if not isinstance(value, tuple) or not all(isinstance(v, int) for v in value):
+            raise refuse(f"{key!r} is {value!r:.100}, not an array of integers")
+        return tuple(_counted(key, int(number)) for number in value)
+
     def per_layer(self, key: str, default: int) -> tuple[int, ...]:
         """An integer key that may be an array: one value for each block."""
-        value = self.metadata.get(key, default)
-        if isinstance(value, tuple):
-            if len(value) < self.block_count or not all(isinstance(v, int) for v in value):
-                raise refuse(
-                    f"{key!r} has {len(value)} elements for {self.block_count} blocks, "
-                    "or not only integers"
-                )
-            return tuple(int(v) for v in value[: self.block_count])
-        return (self.integer(key, default),) * self.block_count
+        if key not in self.arrays:
+            return (_counted(key, self.integer(key, default)),) * self.block_count
+        if self.arrays[key].length != self.block_count:
+            raise refuse(
+                f"{key!r} has {self.arrays[key].length} elements for {self.block_count} blocks"
+            )
+        return self.numbers(key)
+
+    def _value(self, key: str, default: Value) -> Value:
+        if key in self.arrays and key not in self.metadata:
+            raise refuse(f"{key!r} is an array of {self.arrays[key].length} elements")
+        return self.metadata.get(key, default)
 
     def own(self, name: str) -> str:
         """The key of this architecture's setting ``name``."""
@@ -84,7 +111,10 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        return self.text("general.architecture")
+        name = self.text("general.architecture")
+        if len(name) > MAX_ARCHITECTURE:
+            raise refuse(f"its architecture's name has {len(name)} letters")
+        return name
 
     @property
     def name(self) -> str:
@@ -92,39 +122,52 @@ class GgufHeader:
 
     @property
     def context_length(self) -> int:
-        return self.integer(self.own("context_length"))
+        return self.count("context_length")
 
     @property
     def block_count(self) -> int:
-        count = self.integer(self.own("block_count"))
-        if not 0 <= count <= MAX_LAYERS:
+        count = self.count("block_count")
+        if count > MAX_LAYERS:
             raise refuse(f"block_count is {count}, more than {MAX_LAYERS}")
         return count
 
     @property
     def embedding_length(self) -> int:
-        return self.integer(self.own("embedding_length"))
+        return self.count("embedding_length")
+
+    @property
+    def feed_forward_lengths(self) -> tuple[int, ...]:
+        """Of each layer."""
+        return self.per_layer(self.own("feed_forward_length"), 0)
 
     @property
     def feed_forward_length(self) -> int:
         """The widest layer's."""
-        return max(self.per_layer(self.own("feed_forward_length"), 0), default=0)
+        return max(self.feed_forward_lengths, default=0)
+
+    @property
+    def head_counts(self) -> tuple[int, ...]:
+        """Attention heads of each layer."""
+        return self.per_layer(self.own("attention.head_count"), 0)
 
     @property
     def head_count(self) -> int:
         """Attention heads; the most of any layer where they differ."""
-        return max(self.per_layer(self.own("attention.head_count"), 0), default=0)
+        return max(self.head_counts, default=0)
 
     @property
     def head_count_kv(self) -> tuple[int, ...]:
         """KV heads of each layer."""
-        heads = self.per_layer(self.own("attention.head_count"), 0)
         key = self.own("attention.head_count_kv")
-        return self.per_layer(key, 0) if key in self.metadata else heads
+        present = key in self.metadata or key in self.arrays
+        return self.per_layer(key, 0) if present else self.head_counts
 
     def _head_length(self, name: str) -> int:
-        default = self.embedding_length // self.head_count if self.head_count > 0 else 0
-        return self.integer(self.own(f"attention.{name}"), default)
+        """As llama_model_base::load_hparams: none where the first layer has no heads."""
+        first = self.head_counts[0] if self.head_counts else 0
+        if first == 0 and self.architecture != "plamo2":  # which reads its lengths again
+            return 0
+        return self.count(f"attention.{name}", self.embedding_length // first if first else 0)
 
     @property
     def key_length(self) -> int:
@@ -136,7 +179,7 @@ class GgufHeader:
 
     @property
     def sliding_window(self) -> int:
-        return self.integer(self.own("attention.sliding_window"))
+        return self.count("attention.sliding_window")
 
     @property
     def rope(self) -> tuple[tuple[str, str], ...]:
@@ -150,7 +193,7 @@ class GgufHeader:
     def vocabulary(self) -> int:
         """Tokens in the vocabulary."""
         tokens = self.arrays.get(TOKENS_KEY)
-        return tokens.length if tokens else self.integer(self.own("vocab_size"))
+        return tokens.length if tokens else self.count("vocab_size")
 
     @property
     def tokenizer_model(self) -> str:
@@ -215,21 +258,10 @@ class GgufHeader:
         return any(key.startswith(self.own(mark)) for mark in marks for key in self.metadata)
 
 
-def tensor_size(tensor: TensorInfo) -> int:
-    """Bytes of one tensor. Raises ModelLoadFailed for an unknown type or a broken row."""
-    kind = TENSOR_TYPES.get(tensor.type_number)
-    if kind is None:
-        raise refuse(f"tensor {tensor.name!r} has the unknown type {tensor.type_number}")
-    elements = 1
-    for dimension in tensor.dimensions:
-        elements *= dimension
-    row = tensor.dimensions[0] if tensor.dimensions else 1
-    if row % kind.block:
-        raise refuse(
-            f"tensor {tensor.name!r} has rows of {row} elements, "
-            f"which {kind.name} stores in blocks of {kind.block}"
-        )
-    return elements // kind.block * kind.block_bytes
+def _counted(key: str, value: int) -> int:
+    if not 0 <= value <= MAX_COUNT:
+        raise refuse(f"{key!r} is {value}, not a count up to {MAX_COUNT}")
+    return value
 
 
 def read_header(path: str | Path) -> GgufHeader:
@@ -311,77 +343,3 @@ def check_extents(header: GgufHeader, file_bytes: int) -> None:
                 f"the file has {file_bytes}"
             )
         before, free_from = tensor.name, tensor.offset + size
-
-
-def _windowed(header: GgufHeader) -> tuple[bool, ...] | None:
-    """Which layers attend a window only; None where a window is declared without a pattern."""
-    count = header.block_count
-    if header.sliding_window <= 0:
-        return (False,) * count
-    key = header.own("attention.sliding_window_pattern")
-    if isinstance(header.metadata.get(key), tuple):
-        return tuple(bool(value) for value in header.per_layer(key, 0))
-    period = header.integer(key, WINDOW_PERIOD.get(header.architecture, 0))
-    if period <= 0:
-        return None
-    return tuple(layer % period < period - 1 for layer in range(count))
-
-
-def model_facts(header: GgufHeader, file_bytes: int, *, template_digest: str = "") -> ModelFacts:
-    """What the planner needs. Raises ModelLoadFailed where the header contradicts itself.
-
-    ``window_cells`` of a layer is the declared window: the engine's micro-batch and padding are
-    the planner's to add.
-    """
-    windowed = _windowed(header)
-    shared = header.integer(header.own("attention.shared_kv_layers"))
-    own_kv = max(header.block_count - max(shared, 0), 0)  # the last ones reuse another's KV
-    key_length, value_length = header.key_length, header.value_length
-    kv_heads = header.head_count_kv
-    if min(key_length, value_length, *kv_heads, 0) < 0:
-        raise refuse("a head count or length is negative")
-
-    def of_layer(layer: int) -> LayerFacts:
-        local = bool(windowed and windowed[layer])
-        key, value = key_length, value_length
-        if local:
-            key = header.integer(header.own("attention.key_length_swa"), key)
-            value = header.integer(header.own("attention.value_length_swa"), value)
-        heads = kv_heads[layer] if layer < own_kv else 0
-        return LayerFacts(1, heads, key, value, header.sliding_window if local else 0)
-
-    kinds = sorted(
-        (of_layer(layer) for layer in range(header.block_count)),
-        key=lambda facts: (
-            facts.window_cells,
-            facts.kv_heads,
-            facts.key_length,
-            facts.value_length,
-        ),
-    )
-    layers = tuple(
-        LayerFacts(
-            len(list(group)), kind.kv_heads, kind.key_length, kind.value_length, kind.window_cells
-        )
-        for kind, group in groupby(kinds)
-    )
-    return ModelFacts(
-        architecture=header.architecture,
-        name=header.name,
-        layers=layers,
-        embedding_length=header.embedding_length,
-        heads=header.head_count,
-        model_max=header.context_length,
-        vocabulary=header.vocabulary,
-        weights_bytes=header.tensor_bytes,
-        file_bytes=file_bytes,
-        quantization=header.quantization,
-        sliding_window=header.sliding_window,
-        unknown_pattern=windowed is None,
-        recurrent=header.recurrent,
-        has_template=header.chat_template is not None,
-        template_digest=template_digest,
-        add_bos=header.add_bos,
-        feed_forward_length=header.feed_forward_length,
-        rope=header.rope,
-    )

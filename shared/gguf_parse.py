@@ -1,28 +1,33 @@
 """A bounded, streaming parser of a GGUF file's header: metadata, array lengths, tensor infos.
 
 Arrays are hopped over, not built; every count and length is checked against a limit and the
-file's size before anything is allocated. Knows the format, nothing of models or engines.
+file's size before anything is allocated. Knows the format, and nothing of model families.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from modeld.shared.errors import ModelLoadFailed
+from modeld.shared.gguf_types import TENSOR_TYPES
 
 MAX_HEADER_BYTES = 128 * 1024 * 1024
 MAX_KEPT_BYTES = 8 * 1024 * 1024  # strings and small arrays kept as values
 MAX_METADATA_KEYS = 10_000
-MAX_TENSORS = 100_000
+MAX_TENSORS = 20_000  # the biggest models have 2,000, old ones with an expert a tensor 12,000
 MAX_KEY_BYTES = 65_535
 MAX_NAME_BYTES = 128
 MAX_STRING_BYTES = 64 * 1024 * 1024  # longer ones are refused
 MAX_KEPT_STRING_BYTES = 1024 * 1024  # longer ones are hopped over
 MAX_ARRAY_ELEMENTS = 4 * 1024 * 1024
 MAX_KEPT_ELEMENTS = 4096  # numbers in an array that is kept
+MAX_STRINGS = 1_000_000  # in all arrays together; the biggest vocabularies need 800,000
 MAX_DIMENSIONS = 4
+MAX_COUNT = 2**32 - 1  # the engine holds counts and lengths in 32 bits
+TOKENS_KEY = "tokenizer.ggml.tokens"
 _CHUNK_BYTES = 1024 * 1024
 
 _STRING, _ARRAY = 8, 9
@@ -34,15 +39,14 @@ Scalar = int | float | bool | str
 Value = Scalar | tuple[int | float | bool, ...]
 
 
-@dataclass(frozen=True)
-class ArrayInfo:
+class ArrayInfo(NamedTuple):
     length: int
     offset: int  # bytes from the file's begin to the first element
     strings: bool
+    distinct: int = -1  # different strings among them; -1: not counted
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     name: str
     dimensions: tuple[int, ...]
     type_number: int
@@ -58,6 +62,7 @@ class Parsed:
     metadata: dict[str, Value] = field(default_factory=dict)
     arrays: dict[str, ArrayInfo] = field(default_factory=dict)
     tensors: list[TensorInfo] = field(default_factory=list)
+    strings: int = 0  # in all arrays together
     end: int = 0
 
 
@@ -131,8 +136,10 @@ class HeaderBytes:
         self._base, self._at, self._buffer = self.offset + count, 0, b""
         self._file.seek(self._base)
 
-    def hop_strings(self, count: int, what: str, keep: list[bytes] | None = None) -> None:
-        """Hop over ``count`` length-prefixed strings, appending them to ``keep`` if given."""
+    def hop_strings(
+        self, count: int, what: str, take: Callable[[bytes], object] | None = None
+    ) -> None:
+        """Hop over ``count`` length-prefixed strings, giving each to ``take`` if there is one."""
         unpack = _U64.unpack_from
         while count:
             buffer, at, end = self._buffer, self._at, len(self._buffer)
@@ -140,18 +147,18 @@ class HeaderBytes:
                 after = at + 8 + unpack(buffer, at)[0]
                 if after > end:
                     break
-                if keep is not None:
-                    keep.append(buffer[at + 8 : after])
+                if take is not None:
+                    take(buffer[at + 8 : after])
                 at = after
                 count -= 1
             self._at = at
             if count:  # one that the buffer doesn't hold whole: the checked way
-                most = MAX_STRING_BYTES if keep is None else MAX_KEPT_STRING_BYTES
+                most = MAX_STRING_BYTES if take is None else MAX_KEPT_STRING_BYTES
                 length = self.integer("Q", f"a string of {what}", most)
-                if keep is None:
+                if take is None:
                     self.skip(length, what)
                 else:
-                    keep.append(self.raw(length, what))
+                    take(self.raw(length, what))
                 count -= 1
                 self._need(min(8, self._file_bytes - self.offset), what)
 
@@ -223,7 +230,15 @@ def _read_array(reader: HeaderBytes, parsed: Parsed, key: str) -> int:
     length = reader.integer("Q", f"the length of {shown}", MAX_ARRAY_ELEMENTS)
     parsed.arrays[key] = ArrayInfo(length, reader.offset, kind == _STRING)
     if kind == _STRING:
-        reader.hop_strings(length, shown)
+        parsed.strings += length
+        if parsed.strings > MAX_STRINGS:
+            raise refuse(f"its arrays hold more than {MAX_STRINGS} texts")
+        if key == TOKENS_KEY:  # counted in passing: reading them again would take as long
+            distinct: set[bytes] = set()
+            reader.hop_strings(length, shown, distinct.add)
+            parsed.arrays[key] = parsed.arrays[key]._replace(distinct=len(distinct))
+        else:
+            reader.hop_strings(length, shown)
         return 0
     if kind == _ARRAY:
         raise refuse(f"{shown} is an array of arrays, which no model needs")
@@ -249,6 +264,23 @@ def _read_tensor(reader: HeaderBytes) -> TensorInfo:
     return TensorInfo(name, dimensions, type_number, offset)
 
 
+def tensor_size(tensor: TensorInfo) -> int:
+    """Bytes of one tensor. Raises ModelLoadFailed for an unknown type or a broken row."""
+    kind = TENSOR_TYPES.get(tensor.type_number)
+    if kind is None:
+        raise refuse(f"tensor {tensor.name!r} has the unknown type {tensor.type_number}")
+    elements = 1
+    for dimension in tensor.dimensions:
+        elements *= dimension
+    row = tensor.dimensions[0] if tensor.dimensions else 1
+    if row % kind.block:
+        raise refuse(
+            f"tensor {tensor.name!r} has rows of {row} elements, "
+            f"which {kind.name} stores in blocks of {kind.block}"
+        )
+    return elements // kind.block * kind.block_bytes
+
+
 def read_string(file: BinaryIO, file_bytes: int, array: ArrayInfo, index: int) -> str:
     """One element of a string array; invalid UTF-8 becomes replacement characters."""
     reader = HeaderBytes(file, file_bytes, array.offset)
@@ -259,13 +291,18 @@ def read_string(file: BinaryIO, file_bytes: int, array: ArrayInfo, index: int) -
 
 def repeated_string(file: BinaryIO, file_bytes: int, array: ArrayInfo) -> tuple[int, str] | None:
     """The first element of a string array that was there before, with its index."""
-    texts: list[bytes] = []
-    HeaderBytes(file, file_bytes, array.offset).hop_strings(array.length, "a string array", texts)
-    if len(set(texts)) == len(texts):
+    if array.distinct == array.length:
         return None
     seen: set[bytes] = set()
-    for index, text in enumerate(texts):
-        if text and text in seen:  # the engine names empty ones itself
-            return index, text.decode(errors="replace")
+    found: list[tuple[int, str]] = []
+    index = 0
+
+    def compare(text: bytes) -> None:
+        nonlocal index
+        if text and text in seen and not found:  # the engine names empty ones itself
+            found.append((index, text.decode(errors="replace")))
         seen.add(text)
-    return None
+        index += 1
+
+    HeaderBytes(file, file_bytes, array.offset).hop_strings(array.length, "a string array", compare)
+    return found[0] if found else None

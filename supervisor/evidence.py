@@ -75,11 +75,12 @@ def cost_key(n_batch: int, n_ubatch: int, k_type: str, v_type: str, flash_attn: 
 class EvidenceStore:
     """Evidence by model digest. Methods that write block on the disk.
 
-    Without a data root nothing is read or written: what is found out lasts as long as the store.
+    With ``read_only`` nothing is written: what is found out lasts as long as the store.
     """
 
-    def __init__(self, data_root: Path | None) -> None:
-        self._folder = data_root / "evidence" if data_root else None
+    def __init__(self, data_root: Path, *, read_only: bool = False) -> None:
+        self._folder = data_root / "evidence"
+        self._read_only = read_only
         self._cache: dict[str, Evidence] = {}
 
     def get(self, digest: str) -> Evidence:
@@ -181,8 +182,6 @@ class EvidenceStore:
     # --- files -----------------------------------------------------------------------------------
 
     def _read(self, digest: str) -> Evidence:
-        if self._folder is None:
-            return Evidence(digest=digest)
         path = self._folder / f"{digest}.json"
         try:
             if path.stat().st_size > MAX_FILE_BYTES:
@@ -199,7 +198,7 @@ class EvidenceStore:
         return evidence
 
     def _write(self, evidence: Evidence) -> None:
-        if self._folder is None:
+        if self._read_only:
             return
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -10,7 +10,13 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
-from modeld.shared.capacity import CapacityRequest, Companions, FileKind, MachineReading
+from modeld.shared.capacity import (
+    CapacityRequest,
+    Companions,
+    FileKind,
+    MachineReading,
+    ModelFacts,
+)
 from modeld.shared.errors import InvalidRequest, ModelNotFound
 from modeld.supervisor.asking import ask_engine
 from modeld.supervisor.config import Config
@@ -80,10 +86,25 @@ def describe(
     ``machine`` None: this one is read. Raises InvalidRequest or ConfigError.
     """
     config = config.with_settings(what_if, "what-if") if what_if else config
-    planning = Planning(model.type, config, probe or MachineProbe(), EvidenceStore(None), ask)
+    planning = Planning(
+        model.type,
+        config,
+        probe or MachineProbe(),
+        EvidenceStore(config.data_root, read_only=True),
+        ask,
+    )
     asyncio.run(planning.ensure_asked(model, request))
     reading = allowed(machine, config.devices) if machine else asyncio.run(planning.read())
-    question = Question(model.facts, model.digest, request, companions=companions or Companions())
+    others: tuple[ModelFacts, ...] = ()
+    if model.digest and (config.data_root / "models").is_dir():
+        others = ModelStore(config.data_root).smaller_than(model.facts)
+    question = Question(
+        model.facts,
+        model.digest,
+        request,
+        companions=companions or Companions(),
+        alternatives=others,
+    )
     plan = planning.survey(question, reading)
     questions = answers(
         model.facts,

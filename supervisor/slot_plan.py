@@ -123,20 +123,10 @@ class SlotPlan:
         try:
             return self.planning.resolve(question, machine)
         except InsufficientMemory:
-            others = self.alternatives(question.facts)
+            others = self._store.smaller_than(question.facts)
             if not others:
                 raise
             return self.planning.resolve(replace(question, alternatives=others), machine)
-
-    def alternatives(self, facts: ModelFacts) -> tuple[ModelFacts, ...]:
-        """Smaller files of the same architecture and shape in the store, the largest first."""
-        shape = _shape(facts)
-        others = [
-            replace(model.facts, name=model.name)
-            for model in self._store.list()
-            if _shape(model.facts) == shape and model.facts.weights_bytes < facts.weights_bytes
-        ]
-        return tuple(sorted(others, key=lambda other: -other.weights_bytes))
 
     def load_op(self, model: StoredModel, planned: Resolution, *, quality: bool) -> LoadOp:
         """What the worker is told to load, and where."""
@@ -201,11 +191,6 @@ class SlotPlan:
             runtime_digest=runtime,
             profile_id=profile_id,
         )
-
-
-def _shape(facts: ModelFacts) -> tuple[object, ...]:
-    layers = sum(run.count for run in facts.layers)
-    return facts.architecture, layers, facts.embedding_length, facts.vocabulary
 
 
 def _by_device(placed: Iterable[PlacedOut], ids: Mapping[str, str]) -> dict[str, int]:

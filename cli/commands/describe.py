@@ -6,26 +6,10 @@ from dataclasses import fields
 
 import click
 
+from modeld.cli import plan_view
 from modeld.cli.daemon_start import connect
 from modeld.cli.main import Settings, global_options, pass_settings
-from modeld.cli.output import count, emit_json, say, size, table
-from modeld.client import (
-    Capability,
-    ContextNumber,
-    ContextNumbers,
-    ContextReason,
-    Description,
-    Resolution,
-)
-
-MEANING = {
-    "model_max": "the model's own ceiling",
-    "requested": "what was asked",
-    "memory_fit": "what memory alone allows",
-    "effective": "the window a session is served",
-    "hot": "cells allocated for the slot",
-    "planner": "with the cold budget counted",
-}
+from modeld.cli.output import emit_json, say, table
 
 
 @click.command(short_help="Show what a model can do here, and why.")
@@ -64,14 +48,21 @@ def describe(
     if settings.json:
         emit_json(described)
         return
-    _facts(described)
-    numbers(described.resolution.context)
-    _budget(described.resolution)
-    _answers("questions", described.questions)
-    _answers("capabilities", described.capabilities)
+    plan_view.spell_out_what_the_stream_lacks()
+    resident = "resident" if described.resident else "not loaded"
+    line = plan_view.facts_line(described.model, described.model_type, described.facts)
+    say(f"{line}, {resident}", "bold")
+    say(f"numbers from: {described.resolution_source}")
+    plan_view.machine(described.machine)
+    plan_view.numbers(described.resolution.context)
+    plan_view.budget(described.resolution)
+    plan_view.findings(described.resolution)
+    plan_view.answers("questions", described.questions)
+    plan_view.answers("capabilities", described.capabilities)
     identity = described.identity
     rows = [(f.name, _shown(getattr(identity, f.name))) for f in fields(identity)]
     table("identity", ("field", "value"), rows)
+    plan_view.refusal(described.resolution.refusal, model)
 
 
 def _shown(value: object) -> str:
@@ -80,50 +71,3 @@ def _shown(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(f"{a.digest} × {a.scale:g}" for a in value) or "–"
     return str(value) or "–"
-
-
-def _facts(described: Description) -> None:
-    facts = described.facts
-    resident = "resident" if described.resident else "not loaded"
-    say(
-        f"{described.model} ({described.model_type}, {facts.architecture}, "
-        f"{facts.quantization or 'unquantized'}, {size(facts.file_bytes)}), {resident}",
-        "bold",
-    )
-    say(f"numbers from: {described.resolution_source}")
-
-
-def numbers(context: ContextNumbers) -> None:
-    """The six context numbers as a table."""
-    table(
-        "context",
-        ("number", "tokens", "bound by", "next bound", "meaning"),
-        [_number(f.name, getattr(context, f.name)) for f in fields(context)],
-    )
-
-
-def _number(name: str, number: ContextNumber) -> tuple[str, str, str, str, str]:
-    following = "–"
-    if number.runner_up is not ContextReason.NONE:
-        following = f"{_reason(number.runner_up)}: {count(number.runner_up_tokens)}"
-    tokens = count(number.tokens) if number.known else "unknown"
-    return name, tokens, _reason(number.reason), following, MEANING.get(name, "")
-
-
-def _reason(reason: ContextReason) -> str:
-    return "–" if reason is ContextReason.NONE else reason.value.lower()
-
-
-def _budget(resolution: Resolution) -> None:
-    table(
-        f"memory ({resolution.placement or 'host'}, K {resolution.k_type}, V {resolution.v_type}, "
-        f"up to {resolution.max_sessions} sessions)",
-        ("what", "bytes", "size", "note"),
-        [(row.name, count(row.bytes), size(row.bytes), row.note) for row in resolution.budget],
-    )
-
-
-def _answers(title: str, answers: tuple[Capability, ...]) -> None:
-    if answers:
-        rows = [(a.name, a.answer, a.evidence) for a in answers]
-        table(title, ("question", "answer", "evidence"), rows)

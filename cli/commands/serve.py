@@ -14,9 +14,17 @@ from modeld.supervisor.settings import SETTINGS, Setting
 
 def _option(setting: Setting) -> Callable[[Any], Any]:
     default = setting.default
-    shown = ",".join(default) if isinstance(default, tuple) else str(default)
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
     words = f"{setting.help}." + (f" Default: {shown}." if shown else "")
-    metavar = {"seconds": "SECONDS", "size": "SIZE", "int": "N", "bool": "BOOL", "path": "FILE"}
+    metavar = {
+        "seconds": "SECONDS",
+        "size": "SIZE",
+        "int": "N",
+        "bool": "BOOL",
+        "path": "FILE",
+        "names": "NAME,NAME",
+        "shares": "N,N",
+    }
     return click.option(
         setting.flag,
         setting.name,

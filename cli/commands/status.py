@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from modeld.cli import plan_view
 from modeld.cli.commands.sessions import session_table
 from modeld.cli.daemon_start import connect
 from modeld.cli.main import Settings, global_options, pass_settings
@@ -25,6 +26,9 @@ def status(settings: Settings) -> None:
         emit_json({"state": "RUNNING", **to_plain(daemon), "sessions": to_plain(sessions)})
         return
     _daemon(daemon)
+    plan_view.devices(daemon.machine.devices)
+    for said in daemon.machine.notes:
+        say(f"  {said}")
     for slot in daemon.slots:
         _slot(slot)
     if sessions:
@@ -40,10 +44,12 @@ def _daemon(daemon: DaemonStatus) -> None:
     )
     say(f"data root: {daemon.data_root}")
     say(f"endpoints: {', '.join(daemon.endpoints)}")
-    say(
-        f"memory: {size(daemon.memory_available_bytes)} available of "
-        f"{size(daemon.memory_total_bytes)}; the daemon itself {size(daemon.supervisor_rss_bytes)}"
+    memory = (
+        plan_view.host(daemon.machine)
+        if daemon.machine.host_known
+        else f"{size(daemon.memory_available_bytes)} available of {size(daemon.memory_total_bytes)}"
     )
+    say(f"memory: {memory}; the daemon itself {size(daemon.supervisor_rss_bytes)}")
     if daemon.quarantined_models:
         say(f"quarantined: {', '.join(daemon.quarantined_models)}", "red")
 

@@ -1,4 +1,4 @@
-"""The memory budget as named terms, and the estimate of an engine context's compute buffer.
+"""The memory budget of one place, the host or an accelerator, as named terms.
 
 Pure arithmetic in bytes. Knows no window policy and takes no reading: numbers in, numbers out.
 """
@@ -10,19 +10,31 @@ from dataclasses import dataclass, replace
 from modeld.shared.capacity import (
     BudgetRow,
     CapacityPolicy,
+    Companions,
+    DeviceReading,
     MemorySnapshot,
     ModelFacts,
+    PlacedUse,
     Reason,
     SlotUse,
 )
-from modeld.shared.planner.kv_math import layer_cells
+from modeld.shared.planner.graph import PAD_CELLS, SEQUENCES, estimate_compute_bytes
 
-PAD_CELLS = 256  # llama.cpp rounds n_ctx, and what a windowed layer keeps, up to this
-# The isolated layout's context is unified, with the session and one scratch sequence; a windowed
-# layer keeps its window for each.
-SEQUENCES = 2
-F32_BYTES = 4
+__all__ = [
+    "NO_COMPANIONS",
+    "PAD_CELLS",
+    "SEQUENCES",
+    "Budget",
+    "default_reserve",
+    "device_budget",
+    "device_reserve",
+    "estimate_compute_bytes",
+    "make_budget",
+    "needed_total",
+]
+
 MIB = 1 << 20
+NO_COMPANIONS = Companions()
 
 
 def default_reserve(total_bytes: int) -> int:
@@ -34,35 +46,13 @@ def default_reserve(total_bytes: int) -> int:
     return min(max(512 * MIB, total_bytes // 16), 4096 * MIB, total_bytes // 4)
 
 
-def estimate_compute_bytes(
-    facts: ModelFacts,
-    context: int,
-    *,
-    n_batch: int,
-    n_ubatch: int,
-    outputs: int = 1,
-    pad: int = PAD_CELLS,
-) -> int:
-    """Compute buffer of one context without flash attention: an estimate to be calibrated.
+def device_reserve(total_bytes: int) -> int:
+    """Bytes of an accelerator left alone where the operator set none.
 
-    Its drivers, for a micro-batch of u tokens over c cells: attention scores (heads x u x c), a
-    mask (u x c) for each kind of layer, and the widest pair of activations (u x twice the
-    feed-forward length), or the logits where those are larger, since the engine re-uses the
-    space. All are f32.
+    A tenth, at least 512 MiB, at most a quarter: others draw on it too, and its driver keeps
+    memory that no reading shows.
     """
-    batch = min(n_batch, n_ubatch, context)
-    cells = {
-        bool(layer.window_cells): layer_cells(layer, context, pad=pad, extra_window_cells=n_ubatch)
-        for layer in facts.layers
-    }
-    if not cells:
-        cells = {False: context}
-    heads = facts.heads or max(1, facts.embedding_length // 64)
-    scores = heads * batch * max(cells.values())
-    masks = batch * sum(cells.values())
-    wide = max(2 * facts.feed_forward_length, 6 * facts.embedding_length)
-    logits = min(outputs, batch) * facts.vocabulary
-    return F32_BYTES * (max(scores + batch * wide, logits) + masks)
+    return min(max(512 * MIB, total_bytes // 10), total_bytes // 4)
 
 
 @dataclass(frozen=True)
@@ -83,15 +73,28 @@ class Budget:
     resident: int
     weights: int
     headroom_fraction: float
+    companions: Companions = NO_COMPANIONS
 
     @property
-    def _memory_arm(self) -> int:
+    def fixed(self) -> int:
+        """What is charged once, whatever the window."""
+        beside = self.companions
+        return (
+            self.weights
+            + beside.projector_bytes
+            + beside.projector_compute_bytes
+            + beside.adapter_bytes
+            + beside.draft_bytes
+        )
+
+    @property
+    def memory_arm(self) -> int:
         return self.free + self.loaded + self.reclaimable - self.promised - self.reserve
 
     @property
     def bound(self) -> Reason:
         """Which of the two terms is the smaller."""
-        if self.user_limit and self.user_limit - self.resident < self._memory_arm:
+        if self.user_limit and self.user_limit - self.resident < self.memory_arm:
             return Reason.USER_LIMIT
         return Reason.MEMORY
 
@@ -99,7 +102,7 @@ class Budget:
     def total(self) -> int:
         if self.bound is Reason.USER_LIMIT:
             return self.user_limit - self.resident
-        return self._memory_arm
+        return self.memory_arm
 
     @property
     def headroom(self) -> int:
@@ -108,9 +111,13 @@ class Budget:
         return usable - int(usable * (1.0 - self.headroom_fraction))
 
     @property
+    def spendable(self) -> int:
+        return self.total - self.headroom
+
+    @property
     def contexts(self) -> int:
         """What is left for KV and compute buffers together; below zero when weights don't fit."""
-        return self.total - self.headroom - self.weights
+        return self.spendable - self.fixed
 
     def without(self, term: Reason) -> Budget:
         """The same with one term lifted, to find out which one decided."""
@@ -158,7 +165,34 @@ class Budget:
             ),
             BudgetRow("headroom", self.headroom, "for what isn't modelled"),
             BudgetRow("weights", self.weights, "mapped file pages, charged once"),
+            *self._companion_rows(),
         )
+
+    def _companion_rows(self) -> tuple[BudgetRow, ...]:
+        beside = self.companions
+        rows = (
+            BudgetRow("projector", beside.projector_bytes, "charged once"),
+            BudgetRow("projector_compute", beside.projector_compute_bytes),
+            BudgetRow("adapters", beside.adapter_bytes, "charged once"),
+            BudgetRow("draft", beside.draft_bytes, "weights, KV and compute of a draft model"),
+        )
+        return tuple(row for row in rows if row.bytes)
+
+
+def needed_total(spend_bytes: int, headroom_fraction: float) -> int:
+    """The smallest budget that leaves ``spend_bytes`` beside its headroom."""
+
+    def spendable(total: int) -> int:
+        return int(total * (1.0 - headroom_fraction))
+
+    if spend_bytes <= 0:
+        return 0
+    total = int(spend_bytes / (1.0 - headroom_fraction))
+    while spendable(total) >= spend_bytes:
+        total -= 1
+    while spendable(total) < spend_bytes:
+        total += 1
+    return total
 
 
 def make_budget(
@@ -168,8 +202,11 @@ def make_budget(
     use: SlotUse,
     *,
     reclaim: bool,
+    companions: Companions = NO_COMPANIONS,
 ) -> Budget:
-    """The budget from the readings; with ``reclaim``, as if what is reclaimable were given back."""
+    """The host's budget from the readings; with ``reclaim``, as if what is reclaimable were given
+    back. ``weights`` are all of the model's: a placement that moves some of them says so.
+    """
     total = min(memory.total_bytes, memory.limit_bytes or memory.total_bytes)
     weights_resident = facts.weights_bytes if use.weights_resident else 0
     reclaimable = use.reclaimable_bytes if reclaim else 0
@@ -182,5 +219,26 @@ def make_budget(
         user_limit=policy.user_limit_bytes,
         resident=max(0, use.resident_bytes - reclaimable),
         weights=facts.weights_bytes,
+        headroom_fraction=policy.headroom,
+        companions=companions,
+    )
+
+
+def device_budget(
+    policy: CapacityPolicy, reading: DeviceReading, placed: PlacedUse, *, reclaim: bool
+) -> Budget:
+    """An accelerator's budget. What is loaded there was allocated, so that it is given back before
+    it is charged again. ``weights`` are left 0: the placement charges them.
+    """
+    reclaimable = placed.reclaimable_bytes if reclaim else 0
+    return Budget(
+        free=reading.free_bytes,
+        loaded=placed.weights_bytes,
+        reclaimable=reclaimable,
+        promised=0,
+        reserve=policy.device_reserve_bytes or device_reserve(reading.total_bytes),
+        user_limit=policy.device_limit_bytes,
+        resident=max(0, placed.resident_bytes - reclaimable),
+        weights=0,
         headroom_fraction=policy.headroom,
     )

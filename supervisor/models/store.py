@@ -17,7 +17,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -154,13 +154,17 @@ class ModelStore:
         _check_unchanged(model)
         return model
 
-    def verify(self, name: str) -> StoredModel:
-        """As ``get``: nothing is hashed again. ``rehash`` is the thorough form."""
-        return self.get(name)
-
-    def facts(self, name: str) -> ModelFacts:
-        """The model's facts as they were read at import. Raises as ``get``."""
-        return self.get(name).facts
+    def smaller_than(self, facts: ModelFacts) -> tuple[ModelFacts, ...]:
+        """Facts, under their names here, of smaller files of the same architecture and shape: what
+        may be used in the place of one that doesn't fit. The largest first.
+        """
+        shape = _shape(facts)
+        others = [
+            replace(model.facts, name=model.name)
+            for model in self.list()
+            if _shape(model.facts) == shape and model.facts.weights_bytes < facts.weights_bytes
+        ]
+        return tuple(sorted(others, key=lambda other: -other.weights_bytes))
 
     def rehash(self, name: str, progress: ImportProgress | None = None) -> StoredModel:
         """Hash the file again. Raises DigestMismatch if it isn't what was imported.
@@ -440,6 +444,11 @@ class ModelStore:
             yield
         finally:
             os.close(fd)
+
+
+def _shape(facts: ModelFacts) -> tuple[object, ...]:
+    layers = sum(run.count for run in facts.layers)
+    return facts.architecture, layers, facts.embedding_length, facts.vocabulary
 
 
 def _is_record_of(record: ModelRecord, status: os.stat_result) -> bool:

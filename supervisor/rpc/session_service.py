@@ -346,7 +346,10 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         model = slot.find_model(request.model)
         _check_format(request.prompt_format)
         resident = slot.resident is not None and slot.resident.model.digest == model.digest
-        wanted = _capacity(request.window, request.k_type, request.v_type, self.services.config)
+        config = self.services.config
+        if request.what_if:
+            config = config.with_settings(dict(request.what_if), "what_if")
+        wanted = _capacity(request.window, request.k_type, request.v_type, config)
         machine: MachineReading | None = None
         plan = self._resident_plan(slot, request, resident, wanted)
         source = "open_session"

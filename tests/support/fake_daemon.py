@@ -162,6 +162,86 @@ def resolution(window: int) -> common_pb2.Resolution:
     )
 
 
+GPU = common_pb2.Device(
+    id="GPU-1",
+    name="Fake 3060",
+    kind="nvidia",
+    total_bytes=6 << 30,
+    free_bytes=5 << 30,
+    known=True,
+    engine_name="CUDA0",
+    processes=[common_pb2.DeviceProcess(pid=77, bytes=1 << 30, name="game")],
+)
+LARGEST = 19000  # tokens that fit the fake's memory
+
+
+def machine(source: str = "live") -> common_pb2.Machine:
+    return common_pb2.Machine(
+        source=source,
+        host_total_bytes=1 << 34,
+        host_available_bytes=1 << 33,
+        host_known=True,
+        swap_total_bytes=1 << 30,
+        swap_free_bytes=1 << 29,
+        devices=[GPU],
+        notes=["Intel: none listed"],
+    )
+
+
+def planned(request: session_pb2.DescribeRequest) -> common_pb2.Resolution:
+    """What a daemon would plan: everything on the host, a GiB of KV for each 8,192 tokens."""
+    answer = resolution(request.window)
+    window = answer.context.effective.tokens
+    weights, kv, compute = 1 << 30, (window << 30) // 8192, 1 << 20
+    beside = request.companions
+    charged = beside.projector_bytes + beside.projector_compute_bytes
+    charged += beside.adapter_bytes + beside.draft_bytes
+    free, reserve, headroom = 4 << 30, 1 << 29, 1 << 26
+    budget = free - reserve
+    left = budget - headroom - weights - kv - compute - charged
+    answer.k_type = request.k_type or "f16"
+    answer.weights_bytes, answer.kv_bytes, answer.compute_bytes = weights, kv, compute
+    answer.allocated = window
+    del answer.budget[:]
+    for name, value in (
+        ("free", free),
+        ("reserve", reserve),
+        ("budget", budget),
+        ("headroom", headroom),
+        ("weights", weights),
+        ("projector", beside.projector_bytes),
+        ("projector_compute", beside.projector_compute_bytes),
+        ("adapters", beside.adapter_bytes),
+        ("draft", beside.draft_bytes),
+        ("compute", compute),
+        ("kv", kv),
+        ("left", left),
+    ):
+        answer.budget.add(name=name, bytes=value, note="fake")
+    answer.devices.add(
+        device_id="host",
+        name="host memory",
+        layers=3,
+        weights_bytes=weights + charged - beside.projector_compute_bytes,
+        kv_bytes=kv,
+        compute_bytes=compute + beside.projector_compute_bytes,
+        free_bytes=free,
+        reserve_bytes=reserve,
+        budget_bytes=budget,
+        headroom_bytes=headroom,
+        left_bytes=left,
+    )
+    answer.findings.append("the file declares heads 3, the engine reads 4")
+    if left < 0:
+        answer.refusal.bound = common_pb2.MEMORY
+        answer.refusal.message = f"Not enough memory for a window of {window} tokens."
+        answer.refusal.numbers["needed_bytes"] = str(weights + kv + compute + charged)
+        for kind, to in (("window", str(LARGEST)), ("k_type", "q8_0"), ("placement", "shed")):
+            answer.refusal.remedies.add(kind=kind, value=to, text=f"set {kind} to {to}")
+        answer.refusal.remedies.add(kind="free", value=str(-left), text=f"free {-left} bytes")
+    return answer
+
+
 def render(segment: common_pb2.Segment, turns: dict[str, str]) -> str:
     kind = segment.WhichOneof("content")
     if kind == "raw":
@@ -485,15 +565,26 @@ class Servicer(
             model_type="llama",
             resident=self.w.resident == request.model,
             identity=self.identity(request),
-            resolution=resolution(request.window),
+            resolution=planned(request),
             questions=[
                 common_pb2.Capability(
                     name="memory_fits", answer=common_pb2.ANSWER_YES, evidence="planned"
                 ),
                 common_pb2.Capability(name="quality_certified", evidence="never used"),
             ],
-            facts=session_pb2.ModelFacts(architecture="llama", layers=2, kv_heads=[1]),
+            facts=session_pb2.ModelFacts(
+                architecture="llama",
+                layers=3,
+                kv_heads=[1],
+                quantization="Q4_1",
+                file_bytes=1 << 30,
+                layer_runs=[
+                    session_pb2.LayerRun(count=1, kind="full", kv_heads=1),
+                    session_pb2.LayerRun(count=2, kind="window", kv_heads=1, window=512),
+                ],
+            ),
             resolution_source="hypothetical",
+            machine=machine("machine" if request.machine else "live"),
         )
 
     async def Tokenize(self, request: Any, context: Any) -> Any:
@@ -588,6 +679,7 @@ class Servicer(
             memory_total_bytes=1 << 34,
             memory_available_bytes=1 << 33,
             pid=os.getpid(),
+            machine=machine(),
         )
 
     async def ClearQuarantine(self, request: Any, context: Any) -> Any:

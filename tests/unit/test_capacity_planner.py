@@ -12,6 +12,7 @@ from modeld.shared.capacity import (
     CapacityPolicy,
     CapacityRequest,
     LayerFacts,
+    MachineReading,
     MemorySnapshot,
     ModelFacts,
     Number,
@@ -40,13 +41,13 @@ SMOL = ModelFacts(
     feed_forward_length=1536,
 )
 POLICY = CapacityPolicy(reserve_bytes=512 * MIB, n_ubatch=256)
-PLENTY = MemorySnapshot(total_bytes=24 * GIB, available_bytes=20 * GIB)
+PLENTY = MachineReading(MemorySnapshot(total_bytes=24 * GIB, available_bytes=20 * GIB))
 FRESH = SlotUse()
 AUTO = CapacityRequest()
 
 
-def memory(available: int) -> MemorySnapshot:
-    return MemorySnapshot(total_bytes=24 * GIB, available_bytes=available)
+def memory(available: int) -> MachineReading:
+    return MachineReading(MemorySnapshot(total_bytes=24 * GIB, available_bytes=available))
 
 
 def rows_of(resolution: Resolution) -> dict[str, int]:
@@ -181,7 +182,7 @@ def test_an_unknown_window_pattern_is_the_reason_where_memory_decides() -> None:
 
 
 def test_without_a_memory_reading_nothing_is_promised_of_memory() -> None:
-    blind = MemorySnapshot(0, 0, known=False)
+    blind = MachineReading(MemorySnapshot(0, 0, known=False))
     found = resolve(SMOL, AUTO, POLICY, blind, FRESH)
     assert found.numbers.memory_fit == Number(0, Reason.UNKNOWN_METADATA, known=False)
     assert found.numbers.effective.tokens == 4096
@@ -514,7 +515,7 @@ def outcome(
     use: SlotUse,
 ) -> Resolution | None:
     try:
-        return resolve(facts, request, policy, reading, use)
+        return resolve(facts, request, policy, MachineReading(reading), use)
     except InsufficientMemory:
         return None
 
@@ -580,7 +581,9 @@ def test_more_free_memory_never_lowers_any_number(
     if less is None:
         return
     richer = replace(reading, available_bytes=reading.available_bytes + more)
-    found = resolve(facts, request, policy, richer, use)  # never refused where less was served
+    found = resolve(
+        facts, request, policy, MachineReading(richer), use
+    )  # never refused where less was served
     for name in ("model_max", "requested", "memory_fit", "effective", "hot", "planner"):
         assert getattr(found.numbers, name).tokens >= getattr(less.numbers, name).tokens
     if found.allocated == less.allocated:
@@ -618,7 +621,7 @@ def test_quantising_never_shrinks_the_window(
         return
     for k_type, v_type in ((wide, "q4_0"), ("q4_0", wide), ("q4_0", "q4_0")):
         narrow = CapacityRequest(k_type=k_type, v_type=v_type)
-        other = resolve(facts, narrow, policy, reading, use)
+        other = resolve(facts, narrow, policy, MachineReading(reading), use)
         assert other.numbers.effective.tokens >= found.numbers.effective.tokens
         assert other.numbers.memory_fit.tokens >= found.numbers.memory_fit.tokens
 
@@ -633,15 +636,17 @@ def test_every_refusal_can_be_recomputed_and_its_advice_holds(
     use: SlotUse,
 ) -> None:
     try:
-        resolve(facts, request, policy, reading, use)
+        resolve(facts, request, policy, MachineReading(reading), use)
     except InsufficientMemory as refused:
         told = refused.metadata
         assert int(told["kv_bytes"]) > int(told["room_bytes"])
         largest = int(told["largest_window"])
         assert largest < int(told["window"])
         if largest:
-            served = resolve(facts, replace(request, window=largest), policy, reading, use)
+            asked = replace(request, window=largest)
+            served = resolve(facts, asked, policy, MachineReading(reading), use)
             assert served.numbers.effective.tokens == largest
         if told["k_type_that_fits"]:
             other = replace(request, k_type=told["k_type_that_fits"])
-            assert resolve(facts, other, policy, reading, use).numbers.effective.tokens
+            served = resolve(facts, other, policy, MachineReading(reading), use)
+            assert served.numbers.effective.tokens

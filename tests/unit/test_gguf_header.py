@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from modeld.shared.capacity import LayerFacts
+from modeld.shared.capacity import LayerFacts, LayerKind
 from modeld.shared.errors import ModelLoadFailed
 from modeld.shared.gguf_header import (
     check_extents,
@@ -106,8 +106,8 @@ def test_windowed_layers_follow_the_familys_period(folder: Path) -> None:
     facts = model_facts(header, header.file_bytes)
     assert facts.sliding_window == 128
     assert facts.layers == (
+        LayerFacts(5, 1, 32, 32, window_cells=128, kind=LayerKind.WINDOW),
         LayerFacts(1, kv_heads=1, key_length=32, value_length=32),
-        LayerFacts(5, kv_heads=1, key_length=32, value_length=32, window_cells=128),
     )
 
 
@@ -123,7 +123,8 @@ def test_a_declared_window_without_a_pattern_is_costed_in_full(folder: Path) -> 
     )
     facts = model_facts(read_header(path), path.stat().st_size)
     assert facts.unknown_pattern
-    assert facts.layers == (LayerFacts(1, 0, 16, 16), LayerFacts(2, 1, 16, 16))
+    one, none = LayerFacts(1, 1, 16, 16), LayerFacts(1, 0, 16, 16)
+    assert facts.layers == (one, none, one)
 
 
 def test_a_recurrent_model_says_so_by_its_own_settings(folder: Path) -> None:
@@ -162,7 +163,8 @@ def test_what_is_not_a_header_is_refused_in_words(folder: Path, content: bytes, 
     ("kind", "payload", "said"),
     [
         (9, struct.pack("<IQ", 8, 2**62), "the length of 'k'"),
-        (9, struct.pack("<IQ", 8, 4_000_000), "truncated"),
+        (9, struct.pack("<IQ", 8, 900_000), "truncated"),
+        (9, struct.pack("<IQ", 8, 4_000_000), "more than 1000000 texts"),
         (9, struct.pack("<IQ", 10, 4_000_000), "truncated"),
         (9, struct.pack("<IQ", 9, 1), "array of arrays"),
         (9, struct.pack("<IQ", 77, 1), "unknown type 77"),
