@@ -61,6 +61,7 @@ proto-check: proto
 
 bench: $(VENV)/.dev $(TEST_MODEL)
 	$(BIN)/python -m bench $(BENCH_ARGS)
+	$(BIN)/python -m bench.accuracy
 
 # The reference of settings in docs/operating.md comes from the table that the daemon reads.
 docs: $(VENV)/.dev
