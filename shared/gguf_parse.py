@@ -28,7 +28,7 @@ MAX_STRINGS = 1_000_000  # in all arrays together; the biggest vocabularies need
 MAX_DIMENSIONS = 4
 MAX_COUNT = 2**32 - 1  # the engine holds counts and lengths in 32 bits
 TOKENS_KEY = "tokenizer.ggml.tokens"
-_CHUNK_BYTES = 1024 * 1024
+_CHUNK_BYTES = 256 * 1024
 
 _STRING, _ARRAY = 8, 9
 # GGUF value type → struct code of a scalar.
@@ -143,14 +143,16 @@ class HeaderBytes:
         unpack = _U64.unpack_from
         while count:
             buffer, at, end = self._buffer, self._at, len(self._buffer)
-            while count and at + 8 <= end:
-                after = at + 8 + unpack(buffer, at)[0]
+            for hopped in range(count):  # the hottest loop: once for each token and merge
+                after = at + 8 + unpack(buffer, at)[0] if at + 8 <= end else end + 1
                 if after > end:
+                    count -= hopped
                     break
                 if take is not None:
                     take(buffer[at + 8 : after])
                 at = after
-                count -= 1
+            else:
+                count = 0
             self._at = at
             if count:  # one that the buffer doesn't hold whole: the checked way
                 most = MAX_STRING_BYTES if take is None else MAX_KEPT_STRING_BYTES

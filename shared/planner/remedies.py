@@ -240,7 +240,8 @@ def _by_memory(decision: Decision, short: _Short) -> Iterator[Remedy]:
         yield from _one_place(decision, short.index, needed)
     else:
         # Several overflow in proportion: the one with the most room is given all that is missing.
-        best = max(indices, key=lambda i: layout.devices[i - 1].budget.total if i else -1)
+        there = [i for i in indices if i]
+        best = max(there, key=lambda i: layout.devices[i - 1].budget.total)
         yield from _largest_place(decision, best, need)
 
 

@@ -274,6 +274,9 @@ def test_reclaimable_contexts_stay_where_there_is_room_beside_them() -> None:
     use = SlotUse(cells=4096, resident_bytes=held, reclaimable_bytes=held, reclaimable_cells=4096)
     found = resolve(SMOL, CapacityRequest(window=4096), POLICY, PLENTY, use)
     assert found.numbers.hot.tokens == 8192
+    kept = replace(use, reclaimable_bytes=0, reclaimable_cells=0)
+    beside = resolve(SMOL, CapacityRequest(window=4096), POLICY, PLENTY, kept)
+    assert found.numbers.memory_fit.tokens >= beside.numbers.memory_fit.tokens > 8192
 
 
 # --- refusals --------------------------------------------------------------------------------
