@@ -32,7 +32,7 @@ def read_parts(path: Path, header: GgufHeader) -> tuple[GgufHeader, int, Path]:
         raise _refused(
             path, f"it says that it is one of {count} parts, and at most {MAX_PARTS} are"
         )
-    paths = _paths(path, count)
+    paths = part_paths(path, count)
     headers = []
     for number, part in enumerate(paths):
         read = header if part == path else _read_part(part)
@@ -50,7 +50,24 @@ def read_parts(path: Path, header: GgufHeader) -> tuple[GgufHeader, int, Path]:
     return whole, count, paths[0]
 
 
-def _paths(path: Path, count: int) -> list[Path]:
+def is_part(path: Path) -> bool:
+    """Whether it is named like one file of a set."""
+    return _NAME.fullmatch(path.name) is not None
+
+
+def set_stem(path: Path) -> str:
+    """The name of the set that a part is named after; the file's own stem for any other."""
+    named = _NAME.fullmatch(path.name)
+    return named["stem"] if named else path.stem
+
+
+def part_paths(path: Path, count: int) -> list[Path]:
+    """The paths of all ``count`` parts of the set that ``path`` is one of, in order.
+
+    Raises ModelLoadFailed where it isn't named like a part. ``count`` 1: the path itself.
+    """
+    if count == 1:
+        return [path]
     named = _NAME.fullmatch(path.name)
     if named is None or int(named["parts"]) != count:
         raise _refused(

@@ -27,6 +27,7 @@ from modeld.shared.gguf_header import (
 )
 from modeld.shared.gguf_parts import read_parts
 
+VERSION = 2  # of what is read: facts of an older one are read again
 ADDRESS_SPACE_BYTES = 200 * 1024 * 1024
 CPU_SECONDS = 2  # of it, a header at every limit takes less than one
 TIMEOUT_S = 120.0  # a cold disk or a network filesystem may be slow without using any CPU
@@ -85,7 +86,7 @@ def _kind(path: Path, header: GgufHeader) -> FileKind:
 def refuse_unless_model(facts: ModelFacts, path: Path) -> None:
     """Raise for facts of what can't be imported as a model by itself, saying what to do.
 
-    ModelLoadFailed for a projector, an adapter or a split set, BackendMismatch for an IR folder.
+    ModelLoadFailed for a projector or an adapter, BackendMismatch for an IR folder.
     """
     if facts.model_type != "llama":
         raise BackendMismatch(
@@ -102,18 +103,13 @@ def refuse_unless_model(facts: ModelFacts, path: Path) -> None:
         raise _refused(
             path, "it is an adapter, not a whole model; import the model that it was made for"
         )
-    if facts.parts > 1:
-        raise _refused(
-            path,
-            f"it is one of {facts.parts} parts; merge them into one file first "
-            "(`llama-gguf-split --merge`)",
-        )
 
 
 def read_facts(path: Path, timeout_s: float = TIMEOUT_S, *, any_kind: bool = False) -> ModelFacts:
     """The facts of the model at ``path``, read by a process with limits. Blocks; use a thread.
 
-    Only a model in one GGUF file is answered, unless ``any_kind``: then whatever ``inspect`` knows.
+    Only a GGUF model, in one file or a split set, is answered, unless ``any_kind``: then whatever
+    ``inspect`` knows.
     Raises ModelLoadFailed: what is wrong with the files, or that reading them crashed or took
     longer than ``timeout_s`` seconds; and what ``refuse_unless_model`` raises.
     """

@@ -22,6 +22,7 @@ from modeld.shared.errors import (
     InvalidRequest,
     UnsupportedModelType,
 )
+from modeld.shared.gguf_parts import set_stem
 from modeld.shared.ids import check_model_name
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ ImportProgress = Callable[[str, int, int], None]
 
 def derive_name(path: Path) -> str:
     """A valid model name from a file's name. Raises InvalidRequest if nothing of it can stay."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._")[:128].rstrip("-._")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", set_stem(path)).strip("-._")[:128].rstrip("-._")
     if not name:
         raise InvalidRequest.of(
             "name",

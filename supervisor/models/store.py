@@ -16,7 +16,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,12 +26,16 @@ from modeld.shared.capacity import ModelFacts
 from modeld.shared.errors import (
     DigestMismatch,
     InvalidRequest,
+    ModeldError,
     ModelLoadFailed,
     ModelNotFound,
     StorageFull,
 )
+from modeld.shared.gguf_parts import is_part, part_paths
 from modeld.shared.ids import MODEL_NAME, check_model_name
+from modeld.shared.manifest import sha256_hex
 from modeld.supervisor.durable import fsync_dir, storage_errors, write_atomic
+from modeld.supervisor.models.facts import VERSION as FACTS_VERSION
 from modeld.supervisor.models.facts import read_facts
 from modeld.supervisor.models.intake import (
     ImportProgress,
@@ -56,9 +60,22 @@ _INCOMING = ".incoming-"
 _TRASH = ".trash-"
 
 
+class PartRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file of a split set, as it was when it was hashed."""
+
+    digest: str
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+
+
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What ``model.json`` says. ``digest`` is SHA-256 hex; size, time and inode are the file's
-    when it was hashed, so that a later change of it shows."""
+    when it was hashed, so that a later change of it shows.
+
+    Of a split set they are the first part's but for the size, which is of all, and the digest,
+    which is the SHA-256 of the parts' digests in hex, a line each.
+    """
 
     name: str
     type: str
@@ -69,6 +86,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     facts: ModelFacts
     imported_unix_ms: int
     linked: bool  # shares its blocks with the file it was imported from
+    parts: tuple[PartRecord, ...] = ()  # of a split set, in order
+    facts_version: int = 0  # of what was read of it; an older one is read again
 
 
 @dataclass(frozen=True)
@@ -76,7 +95,12 @@ class StoredModel:
     """A model as it stands in the store."""
 
     record: ModelRecord
-    path: Path  # the model file
+    path: Path  # the model file, or the first of a split set
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All its files, in order."""
+        return tuple(self.path.with_name(name) for name in _file_names(self.record.facts.parts))
 
     @property
     def name(self) -> str:
@@ -126,6 +150,7 @@ class ModelStore:
         self._data_root = data_root
         self._root = data_root / "models"
         self._read = read
+        self._as_they_are: set[str] = set()  # models whose older facts can't be read again
         with storage_errors("the model store", data_root):
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._sweep()
@@ -172,12 +197,21 @@ class ModelStore:
         Where only its time or inode differ (a restored backup), the record is brought up to date.
         """
         model = self._find(name)
-        with opened(model.path) as (fd, before):
-            digest = hash_file(fd, before.st_size, None, progress)
-            if digest != model.digest or not same_file(before, os.fstat(fd)):
-                raise _changed(model, f"its SHA-256 is {digest}, not {model.digest}")
+        found = []
+        for file in model.files:
+            with opened(file) as (fd, before):
+                digest = hash_file(fd, before.st_size, None, progress)
+                if not same_file(before, os.fstat(fd)):
+                    raise _changed(model, "it changes while it is read")
+                found.append(_part_record(digest, before))
+        digest = set_digest([part.digest for part in found])
+        if digest != model.digest:
+            raise _changed(model, f"its SHA-256 is {digest}, not {model.digest}")
         record = msgspec.structs.replace(
-            model.record, mtime_ns=before.st_mtime_ns, inode=before.st_ino
+            model.record,
+            mtime_ns=found[0].mtime_ns,
+            inode=found[0].inode,
+            parts=tuple(found) if len(found) > 1 else (),
         )
         if record != model.record:
             write_atomic(model.path.with_name(RECORD_FILE), _encode(record))
@@ -214,7 +248,8 @@ class ModelStore:
         StorageFull. Whatever is raised, the store is as it was before.
         """
         source = check_source(path)
-        name = check_model_name(name) if name else derive_name(source)
+        # By the name that was given: what it links to may be named after its content.
+        name = check_model_name(name) if name else derive_name(path)
         check_type(model_type)
         expected_digest = check_digest(expected_digest)
         before = source.stat()
@@ -224,12 +259,11 @@ class ModelStore:
                 _check_unchanged(existing)
                 check_expected(existing.digest, expected_digest, source)
                 return existing  # the very file that was linked: nothing to hash again
-            if existing.record.size_bytes != before.st_size:
+            alone = not existing.record.parts and not is_part(path)
+            if alone and existing.record.size_bytes != before.st_size:
                 raise self._name_taken(name)
         try:
-            return self._build(
-                source, before, name, copy, replace, expected_digest, progress or no_progress
-            )
+            return self._build(path, name, copy, replace, expected_digest, progress or no_progress)
         except OSError as error:
             raise InvalidRequest.of(
                 "path",
@@ -240,8 +274,7 @@ class ModelStore:
 
     def _build(
         self,
-        source: Path,
-        before: os.stat_result,
+        path: Path,
         name: str,
         copy: bool,
         replace: bool,
@@ -249,28 +282,42 @@ class ModelStore:
         report: ImportProgress,
     ) -> StoredModel:
         """The import itself, once its arguments are known to be good."""
-        report("check", 0, before.st_size)
-        facts = self._read(source)
+        report("check", 0, path.stat().st_size)
+        facts = self._read(path)
+        sources = [check_source(part) for part in part_paths(path, facts.parts)]
+        before = [source.stat() for source in sources]
+        total, done = sum(status.st_size for status in before), 0
         with self._incoming() as folder, storage_errors("the model", self._root):
-            file = folder / MODEL_FILE
-            linked = not copy and hard_link(source, file)
-            digest, taken = self._take(source, file, linked, report)
-            if not same_file(before, source.stat()):
-                raise InvalidRequest(
-                    f"{source} changed while it was imported. Import it when it is complete.",
-                    metadata={"field": "path", "value": source},
-                )
-            check_expected(digest, expected_digest, source)
+            parts: list[PartRecord] = []
+            linked = True
+            for source, status, file_name in zip(
+                sources, before, _file_names(facts.parts), strict=True
+            ):
+                file = folder / file_name
+                link = not copy and hard_link(source, file)
+                linked = linked and link
+                digest, taken = self._take(source, file, link, _after(report, done, total))
+                if not same_file(status, source.stat()):
+                    raise InvalidRequest(
+                        f"{source} changed while it was imported. Import it when it is complete.",
+                        metadata={"field": "path", "value": source},
+                    )
+                parts.append(_part_record(digest, taken))
+                done += status.st_size
+            digest = set_digest([part.digest for part in parts])
+            check_expected(digest, expected_digest, sources[0])
             record = ModelRecord(
                 name=name,
                 type="llama",
                 digest=digest,
-                size_bytes=taken.st_size,
-                mtime_ns=taken.st_mtime_ns,
-                inode=taken.st_ino,
+                size_bytes=sum(part.size_bytes for part in parts),
+                mtime_ns=parts[0].mtime_ns,
+                inode=parts[0].inode,
                 facts=facts,
                 imported_unix_ms=time.time_ns() // 1_000_000,
                 linked=linked,
+                parts=tuple(parts) if len(parts) > 1 else (),
+                facts_version=FACTS_VERSION,
             )
             write_atomic(folder / RECORD_FILE, _encode(record))
             return self._install(folder, record, replace)
@@ -283,9 +330,10 @@ class ModelStore:
         with self._locked():
             folder = self._folder(name)
             freed = 0
-            with contextlib.suppress(OSError):
-                status = (folder / MODEL_FILE).lstat()
-                freed = status.st_size if status.st_nlink == 1 else 0
+            for file in folder.glob("*.gguf"):
+                with contextlib.suppress(OSError):
+                    status = file.lstat()
+                    freed += status.st_size if status.st_nlink == 1 else 0
             # A rename first: a crash half-way through must not leave half a model.
             trash = self._root / f"{_TRASH}{secrets.token_hex(6)}"
             folder.rename(trash)
@@ -342,7 +390,24 @@ class ModelStore:
                 "Remove it, or import the file again with replace.",
                 metadata={"model": folder.name},
             )
-        return StoredModel(record, folder / MODEL_FILE)
+        if record.facts_version < FACTS_VERSION and record.name not in self._as_they_are:
+            record = self._refreshed(record, folder)
+        return StoredModel(record, folder / _file_names(record.facts.parts)[0])
+
+    def _refreshed(self, record: ModelRecord, folder: Path) -> ModelRecord:
+        """An older version's record with facts as they are read now; as it is if they can't be."""
+        try:
+            facts = self._read(folder / _file_names(record.facts.parts)[0])
+        except ModeldError as error:
+            log.warning("the facts of model %s can't be read again: %s", record.name, error.message)
+            self._as_they_are.add(record.name)
+            return record
+        record = msgspec.structs.replace(record, facts=facts, facts_version=FACTS_VERSION)
+        try:
+            write_atomic(folder / RECORD_FILE, _encode(record))
+        except (ModeldError, OSError) as error:
+            log.warning("the record of model %s isn't brought up to date: %s", record.name, error)
+        return record
 
     def _take(
         self, source: Path, file: Path, linked: bool, report: ImportProgress
@@ -397,7 +462,7 @@ class ModelStore:
             fsync_dir(self._root)
         if trash is not None:
             _remove_tree(trash)
-        return StoredModel(record, target / MODEL_FILE)
+        return StoredModel(record, target / _file_names(record.facts.parts)[0])
 
     def _name_taken(self, name: str) -> InvalidRequest:
         return InvalidRequest.of(
@@ -446,12 +511,40 @@ class ModelStore:
             os.close(fd)
 
 
+def _file_names(parts: int) -> list[str]:
+    """As the engine finds the parts of a set: by their names, from the first's."""
+    if parts == 1:
+        return [MODEL_FILE]
+    return [f"model-{number:05d}-of-{parts:05d}.gguf" for number in range(1, parts + 1)]
+
+
+def set_digest(digests: Sequence[str]) -> str:
+    """A model's digest from its files'. A single file's is its own."""
+    if len(digests) == 1:
+        return digests[0]
+    return sha256_hex("".join(f"{digest}\n" for digest in digests).encode())
+
+
+def _part_record(digest: str, status: os.stat_result) -> PartRecord:
+    return PartRecord(
+        digest=digest,
+        size_bytes=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        inode=status.st_ino,
+    )
+
+
+def _after(report: ImportProgress, before: int, total: int) -> ImportProgress:
+    """Progress of one file of several as that of all."""
+    return lambda stage, done, _: report(stage, before + done, total)
+
+
 def _shape(facts: ModelFacts) -> tuple[object, ...]:
     layers = sum(run.count for run in facts.layers)
     return facts.architecture, layers, facts.embedding_length, facts.vocabulary
 
 
-def _is_record_of(record: ModelRecord, status: os.stat_result) -> bool:
+def _is_record_of(record: ModelRecord | PartRecord, status: os.stat_result) -> bool:
     return (record.size_bytes, record.mtime_ns, record.inode) == (
         status.st_size,
         status.st_mtime_ns,
@@ -460,14 +553,16 @@ def _is_record_of(record: ModelRecord, status: os.stat_result) -> bool:
 
 
 def _check_unchanged(model: StoredModel) -> None:
-    try:
-        status = model.path.lstat()
-    except OSError as error:
-        raise _changed(model, f"it can't be read: {error.strerror}") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise _changed(model, "it is not a regular file any more")
-    if not _is_record_of(model.record, status):
-        raise _changed(model, "its size, time or inode is another")
+    parts = model.record.parts or (None,)
+    for file, part in zip(model.files, parts, strict=True):
+        try:
+            status = file.lstat()
+        except OSError as error:
+            raise _changed(model, f"{file.name} can't be read: {error.strerror}") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise _changed(model, f"{file.name} is not a regular file any more")
+        if not _is_record_of(part or model.record, status):
+            raise _changed(model, f"{file.name} has another size, time or inode")
 
 
 def _changed(model: StoredModel, why: str) -> DigestMismatch:

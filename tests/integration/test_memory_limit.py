@@ -186,17 +186,8 @@ def cold(files: dict[str, Path]) -> Iterator[Cold]:
 # --- at the exact limit --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A limit that was set so that ``window`` is the largest which fits."""
-
-    window: int
-    weights: int
-    bytes: int
-
-
-def tighten(served: Served, case: Case) -> Limit:
-    """Lower the cgroup's limit to what the plan of the largest window needs, and no more."""
+def largest_window(served: Served, case: Case) -> int:
+    """Load the model and give its contexts their room; the largest window of which all fit."""
     client, group = served.client, served.group
     client.unload_model(force=True)
     group.limit = ROOMY
@@ -210,13 +201,23 @@ def tighten(served: Served, case: Case) -> Limit:
     assert told, f"memory doesn't bind: {case} must be given less room"
     window = int(told["largest_window"])
     assert window > 2 * case.batches[1], f"{case} must be given more room"
-    plan = client.describe(case.model, window=window, sessions=case.sessions, **types).resolution
+    return window
+
+
+def tighten(served: Served, case: Case, window: int, sessions: int) -> None:
+    """Lower the cgroup's limit until the plan of so many more sessions has nothing left over."""
+    plan = served.client.describe(
+        case.model,
+        window=window,
+        sessions=case.sessions,
+        k_type=case.k_type,
+        v_type=case.v_type,
+    ).resolution
     rows = {row.name: row.bytes for row in plan.budget}
-    contexts = case.sessions * (plan.kv_bytes + plan.compute_bytes)
+    contexts = sessions * (plan.kv_bytes + plan.compute_bytes)
     left = rows["budget"] - rows["headroom"] - rows["weights"] - contexts
     share = rows["headroom"] / rows["budget"]  # of each byte less, so much is headroom
-    group.limit -= max(0, int(left / (1 - share)) - SLACK)
-    return Limit(window, plan.weights_bytes, group.limit)
+    served.group.limit -= max(0, int(left / (1 - share)) - SLACK)
 
 
 def open_all(served: Served, case: Case, window: int) -> list[Session]:
@@ -224,6 +225,7 @@ def open_all(served: Served, case: Case, window: int) -> list[Session]:
     opened = []
     options = {"k_type": case.k_type, "v_type": case.v_type, "prompt_format": "raw"}
     for number in range(case.sessions):
+        tighten(served, case, window, case.sessions - number)
         if number == case.sessions - 1:
             assert_refused(served, case, window + 1)
         opened.append(served.client.open_session(case.model, window=window, **options))
@@ -262,22 +264,22 @@ def test_an_admitted_plan_opens_and_fills_its_window_at_the_exact_limit(
 ) -> None:
     served.with_batches(case.batches)
     group, client = served.group, served.client
-    limit = tighten(served, case)
+    window = largest_window(served, case)
     worker, generation = client.status().slots[0].worker.pid, client.status().generation
     kills, full = group.oom_kills, group.times_full
-    told = f"{case} (seed {SEED}), window {limit.window}, limit {limit.bytes}"
-    sessions = open_all(served, case, limit.window)
+    sessions = open_all(served, case, window)
+    told = f"{case} (seed {SEED}), window {window}, limit {group.limit}"
     answers = []
     for number, session in enumerate(sessions):
-        text = digits(case, number, limit.window - DECODED)
+        text = digits(case, number, window - DECODED)
         answer = ask(session, text[:-1], text[-1:], 0, ignore_eos=True)
         assert answer.stop is StopReason.CONTEXT_FULL, told
-        assert answer.final.resident == limit.window, told
+        assert answer.final.resident == window, told
         answers.append((text, answer.ids))
         slot = client.status().slots[0]
         assert group.oom_kills == kills, f"killed: {told}, session {number}"
         assert (slot.worker.pid, slot.generation) == (worker, generation), told
-    over = group.used + limit.weights - limit.bytes
+    over = group.used + sessions[0].resolution.weights_bytes - group.limit
     record_property("times_full", group.times_full - full)
     record_property("left_bytes", -over)
     print(f"{told}: {-over} bytes left, full {group.times_full - full} times")
@@ -285,6 +287,6 @@ def test_an_admitted_plan_opens_and_fills_its_window_at_the_exact_limit(
     for session in sessions:
         session.close(discard=True)
     for text, ids in answers:
-        assert ids == cold.answer(case, text, limit.window, len(ids)), told
+        assert ids == cold.answer(case, text, window, len(ids)), told
     # Weights may be dropped and read again, so that a plan may be exceeded with nobody killed.
     assert over <= 0, f"{over} bytes more than planned were used, at the weights' expense: {told}"

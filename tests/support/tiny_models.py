@@ -49,9 +49,19 @@ def vocabulary() -> tuple[list[str], list[int], list[str]]:
 class _Model:
     """A GGUF being written: settings first, then random tensors from a seed."""
 
-    def __init__(self, path: Path, architecture: str, *, embedding: int, blocks: int, seed: int):
+    def __init__(
+        self,
+        path: Path,
+        architecture: str,
+        *,
+        embedding: int,
+        blocks: int,
+        seed: int,
+        part_tensors: int = 0,
+    ):
+        """``part_tensors``: write a split set, with so many tensors in a part."""
         self.path, self.embedding, self.blocks = path, embedding, blocks
-        self.writer = GGUFWriter(str(path), architecture)
+        self.writer = GGUFWriter(path, architecture, split_max_tensors=part_tensors)
         self._random = np.random.default_rng(seed)
         writer = self.writer
         writer.add_name(path.stem)
@@ -136,6 +146,8 @@ class _Model:
         self.writer.write_kv_data_to_file()
         self.writer.write_tensors_to_file()
         self.writer.close()
+        if self.writer.split_max_tensors:
+            return min(self.path.parent.glob(f"{self.path.stem}-00001-of-*.gguf"))
         return self.path
 
 
@@ -147,9 +159,13 @@ def llama(
     architecture: str = "llama",
     seed: int = 1,
     norm: float = 1.0,
+    part_tensors: int = 0,
 ) -> Path:
-    """Two dense layers; heads of 64/``heads`` elements. ``norm`` scales the output."""
-    model = _Model(path, architecture, embedding=64, blocks=2, seed=seed)
+    """Two dense layers; heads of 64/``heads`` elements. ``norm`` scales the output.
+
+    With ``part_tensors`` a split set beside ``path``, whose first part is answered.
+    """
+    model = _Model(path, architecture, embedding=64, blocks=2, seed=seed, part_tensors=part_tensors)
     length = 64 // heads
     model.writer.add_feed_forward_length(128)
     model.writer.add_head_count(heads)

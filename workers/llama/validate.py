@@ -5,9 +5,12 @@ Pure checks over requests and a file's header; loads nothing.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from modeld.shared.capacity import ModelFacts
 from modeld.shared.errors import InvalidRequest, ModelLoadFailed
 from modeld.shared.gguf_header import GgufHeader, check_extents, read_header, repeated_token
+from modeld.shared.gguf_parts import read_parts
 from modeld.shared.messages import LoadOp
 from modeld.shared.planner import kv_math
 
@@ -47,9 +50,12 @@ def _within(field: str, value: int, least: int, most: int) -> None:
 
 
 def check_file(path: str) -> GgufHeader:
-    """Read and prove a model file's header. Raises ModelLoadFailed."""
+    """Read and prove a model file's header, all parts of a split set. Raises ModelLoadFailed."""
     header = read_header(path)
-    check_extents(header, header.file_bytes)
+    if header.integer("split.count", 1) > 1:
+        header, _, _ = read_parts(Path(path), header)
+    else:
+        check_extents(header, header.file_bytes)
     if not header.architecture:
         raise _bad("it names no architecture")
     if not header.tensors:
