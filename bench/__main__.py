@@ -13,7 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import machine, report
-from bench.cases import decode, growing_turn, prefill, supervisor, warm_turn, worker_death
+from bench.cases import (
+    decode,
+    growing_turn,
+    planner,
+    prefill,
+    supervisor,
+    warm_turn,
+    worker_death,
+)
 from bench.daemon import REPOSITORY
 from bench.lab import Lab, Plan
 from bench.runner import TARGET_PAIRS, Book
@@ -25,6 +33,7 @@ CASES: dict[str, Callable[[Lab], None]] = {
     "growing": growing_turn.run,
     "supervisor": supervisor.run,
     "death": worker_death.run,
+    "planner": planner.run,
     "memory": supervisor.memory,  # last: after all that the daemon has served
 }
 TEST_MODEL = REPOSITORY / ".data" / "test" / "SmolLM2-135M-Instruct.Q4_1.gguf"

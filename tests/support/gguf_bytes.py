@@ -128,3 +128,20 @@ def split(folder: Path, document: Document, parts: int, stem: str = "whole") -> 
 def _elements(info: bytes) -> tuple[str, int]:
     (length,) = struct.unpack_from("<Q", info)
     return info[8 : 8 + length].decode(), int(struct.unpack_from("<Q", info, 8 + length + 4)[0])
+
+
+def big_file(path: Path, words: int, tensors: int) -> Path:
+    """A file with a vocabulary of ``words``, merges, scores and types, and so many tensors."""
+    document = model("llama", 111)
+    document.set(
+        tokenizer__ggml__model="gpt2",
+        tokenizer__ggml__tokens=[f"token{number:06d}" for number in range(words)],
+        tokenizer__ggml__merges=[f"tok{number} en{number}" for number in range(words)],
+        tokenizer__ggml__token_type=[1] * words,
+    )
+    document.pairs.append(
+        ("tokenizer.ggml.scores", ARRAY, struct.pack("<IQ", 6, words) + b"\0" * 4 * words)
+    )
+    for number in range(tensors - len(document.tensors)):
+        document.add(f"blk.{number % 111}.t{number}.weight", 64)
+    return document.write(path)

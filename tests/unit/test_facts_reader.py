@@ -24,7 +24,16 @@ from modeld.shared.errors import BackendMismatch, ModelLoadFailed
 from modeld.supervisor.models import facts as reader
 from modeld.supervisor.models.facts import inspect, read_facts, refuse_unless_model
 from tests.support import tiny_models
-from tests.support.gguf_bytes import ARRAY, Document, Setting, model, split, tensor, text
+from tests.support.gguf_bytes import (
+    ARRAY,
+    Document,
+    Setting,
+    big_file,
+    model,
+    split,
+    tensor,
+    text,
+)
 
 MIB = 1024 * 1024
 MUTATIONS = 280
@@ -212,24 +221,8 @@ def run_reader(path: Path) -> Run:
     return Run(done.stdout, int(status), int(memory), float(spent))
 
 
-def big(path: Path, words: int, tensors: int) -> Path:
-    document = model("llama", 111)
-    document.set(
-        tokenizer__ggml__model="gpt2",
-        tokenizer__ggml__tokens=[f"token{number:06d}" for number in range(words)],
-        tokenizer__ggml__merges=[f"tok{number} en{number}" for number in range(words)],
-        tokenizer__ggml__token_type=[1] * words,
-    )
-    document.pairs.append(
-        ("tokenizer.ggml.scores", ARRAY, struct.pack("<IQ", 6, words) + b"\0" * 4 * words)
-    )
-    for number in range(tensors - len(document.tensors)):
-        document.add(f"blk.{number % 111}.t{number}.weight", 64)
-    return document.write(path)
-
-
 def test_a_big_vocabulary_is_read_in_little_memory(tmp_path: Path) -> None:
-    path = big(tmp_path / "big.gguf", 150_000, 1000)
+    path = big_file(tmp_path / "big.gguf", 150_000, 1000)
     run = run_reader(path)
     facts = reader._answered(path, run.status, run.answer, b"")
     assert (facts.vocabulary, len(facts.layer_weights)) == (150_000, 111)
