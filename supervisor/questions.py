@@ -98,7 +98,13 @@ def _device(plan: Resolution, machine: MachineReading | None, resident: bool) ->
 def _memory(plan: Resolution, machine: MachineReading | None) -> Capability:
     name = "memory_fits"
     if plan.refusal is not None:
-        return Capability(name, "no", plan.refusal.message)
+        numbers = dict(plan.refusal.numbers)
+        return Capability(
+            name,
+            "no",
+            f"{numbers['needed_bytes']} bytes are needed for {numbers['window']} tokens, "
+            f"{numbers['short_bytes']} more than there are; the refusal has the whole sum",
+        )
     if machine is not None and not machine.host.known:
         return Capability(name, "unknown", "the host's memory can't be read")
     tokens = plan.numbers.effective.tokens
