@@ -36,6 +36,7 @@ from modeld.supervisor.models.store import StoredModel
 log = logging.getLogger(__name__)
 
 READ_LIMIT_S = 5.0
+UNQUANTISED = ("f16", "bf16", "f32")
 Ask = Callable[[str, AskRequest], AskAnswer]
 
 
@@ -167,7 +168,11 @@ class Planning:
         return known
 
     def check_types(self, question: Question, config: Config | None = None) -> None:
-        """Raise InvalidRequest, in the engine's words, for types that it makes no context with."""
+        """Raise InvalidRequest for types that the engine makes no context with: what is known of
+        it, or, where it was asked, its own words.
+        """
+        if question.facts.model_type == "llama":
+            check_v_type(question.request.v_type)
         key = self.key(question.request, config)
         costs = self.evidence.costs(question.digest, self.build, key)
         if costs is None or costs.dry or not costs.notes:
@@ -256,3 +261,15 @@ def allowed(machine: MachineReading, devices: tuple[str, ...]) -> MachineReading
         devices=tuple(kept(device) for device in machine.devices),
         notes=machine.notes + notes,
     )
+
+
+def check_v_type(v_type: str) -> None:
+    """Raise InvalidRequest for values that llama.cpp can't quantise as it is run here."""
+    if v_type not in UNQUANTISED:
+        raise InvalidRequest.of(
+            "v_type",
+            v_type,
+            " or ".join(UNQUANTISED),
+            "Quantised values need flash attention, which is off where results are to be exact. "
+            "Keys can be quantised: k_type.",
+        )

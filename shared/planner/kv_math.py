@@ -133,8 +133,8 @@ def kv_bytes(
     states = 0
     for layer in layers:
         states += layer.count * state_bytes(layer, context, window_sequences)
-        if not has_kv(layer):
-            continue
+        if layer.kind in NO_KV or not (layer.kv_heads or widest_value):
+            continue  # with a widest value, a layer without heads keeps a row of it all the same
         cells = layer_cells(
             layer,
             context,

@@ -36,6 +36,7 @@ from modeld.shared.messages import (
     TurnOp,
 )
 from modeld.supervisor.model_slot import ModelSlot, OpenRequest, WhatIf, capabilities_of
+from modeld.supervisor.planning import check_v_type
 from modeld.supervisor.probes.simulated import parse_machine
 from modeld.supervisor.questions import answers
 from modeld.supervisor.rpc import convert
@@ -48,7 +49,6 @@ from modeld.v1 import common_pb2 as common
 from modeld.v1 import session_pb2 as pb
 from modeld.v1 import session_pb2_grpc
 
-UNQUANTISED = ("f16", "bf16", "f32")
 MAX_NAME = 256
 MAX_SESSIONS = 1024
 
@@ -583,14 +583,7 @@ def _capacity(window: int, k_type: str, v_type: str, config: Any) -> CapacityReq
     if window < 0:
         raise InvalidRequest.of("window", window, "0 (automatic) or a number of tokens")
     v_type = v_type or config.v_type
-    if v_type not in UNQUANTISED:
-        raise InvalidRequest.of(
-            "v_type",
-            v_type,
-            " or ".join(UNQUANTISED),
-            "Quantised values need flash attention, which is off where results are to be exact. "
-            "Keys can be quantised: k_type.",
-        )
+    check_v_type(v_type)
     return CapacityRequest(window=window, k_type=k_type or config.k_type, v_type=v_type)
 
 

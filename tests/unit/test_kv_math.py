@@ -181,3 +181,10 @@ def test_a_narrower_type_never_costs_more(layers: list[LayerFacts], context: int
     by_width = sorted(TYPES, key=lambda name: BLOCK[name][1] / BLOCK[name][0])
     costs = [kv_bytes(layers, context, name, name) for name in by_width]
     assert costs == sorted(costs)
+
+
+def test_a_layer_without_heads_keeps_values_as_wide_as_the_widest() -> None:
+    layers = (LayerFacts(2, 4, 64, 64), LayerFacts(1, 0, 64, 64))
+    padded = kv_bytes(layers, 256, "f16", "f16", widest_value=256)
+    assert padded == 256 * 2 * (2 * (256 + 256) + 256)
+    assert kv_bytes(layers, 256, "f16", "f16") == 256 * 2 * 2 * (256 + 256)
