@@ -116,7 +116,7 @@ class LocalPlanner:
         answer = offline.describe(
             self.config,
             stored,
-            self._request(wanted, stored.type),
+            self._request(wanted),
             machine=self._machine,
             what_if=wanted.what_if,
             companions=wanted.companions,
@@ -125,21 +125,11 @@ class LocalPlanner:
         )
         return from_proto(Description, answer)
 
-    def _request(self, wanted: Wanted, model_type: str) -> CapacityRequest:
-        from modeld.supervisor.rpc.session_service import UNQUANTISED
-
-        v_type = wanted.v_type or self.config.v_type
-        if model_type == "llama" and v_type not in UNQUANTISED:
-            raise InvalidRequest.of(
-                "v_type",
-                v_type,
-                " or ".join(UNQUANTISED),
-                "Quantised values need flash attention, which is off. Keys can be quantised.",
-            )
+    def _request(self, wanted: Wanted) -> CapacityRequest:
         return CapacityRequest(
             window=wanted.window,
             k_type=wanted.k_type or self.config.k_type,
-            v_type=v_type,
+            v_type=wanted.v_type or self.config.v_type,
             sessions=wanted.sessions,
         )
 
