@@ -22,6 +22,7 @@ from modeld.shared.capacity import (
 from modeld.shared.errors import InsufficientMemory
 from modeld.shared.manifest import Identity
 from modeld.shared.messages import CloseResult, Hello, LoadOp, LoadResult, OpenResult, PlacedOut
+from modeld.shared.planner.remedies import use_after_switch
 from modeld.supervisor.config import Config
 from modeld.supervisor.findings import HOST_DEVICE
 from modeld.supervisor.models.store import ModelStore, StoredModel
@@ -102,20 +103,11 @@ class SlotPlan:
         """``resident``: the slot holds this model. ``occupied``: it holds another, which a switch
         would give back: mapped weights count as available already, so only what was allocated.
         """
-        use = self.use if resident else SlotUse()
-        if occupied and not resident:
-            use = SlotUse(
-                reclaimable_bytes=self.use.resident_bytes,
-                compute_bytes=self.use.compute_bytes,
-                on_devices=tuple(
-                    PlacedUse(
-                        placed.device_id,
-                        resident_bytes=placed.resident_bytes + placed.weights_bytes,
-                        reclaimable_bytes=placed.resident_bytes + placed.weights_bytes,
-                    )
-                    for placed in self.use.on_devices
-                ),
-            )
+        use = SlotUse()
+        if resident:
+            use = self.use
+        elif occupied:
+            use = use_after_switch(self.use)
         return Question(model.facts, model.digest, request, use, companions)
 
     def resolve(self, question: Question, machine: MachineReading) -> Resolution:

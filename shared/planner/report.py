@@ -79,7 +79,6 @@ def budget_rows(
         BudgetRow("compute_at_memory_fit", then.compute if then else 0, f"for {fits} more tokens"),
         BudgetRow("kv_at_memory_fit", then.kv if then else 0, f"for {fits} more tokens"),
         BudgetRow("placement", 0, _placement_note(problem, layout, spread)),
-        *(BudgetRow("note", 0, note) for note in problem.machine.notes),
     )
 
 
