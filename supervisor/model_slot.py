@@ -118,8 +118,6 @@ class ModelSlot(SlotCore):
         started = time.monotonic()
         if capacity is None:
             capacity = CapacityRequest(k_type=self.config.k_type, v_type=self.config.v_type)
-        if not self._is_resident(model):
-            await self.planning.ensure_asked(model, capacity)
         while True:
             try:
                 return await self._ensure_loaded(
@@ -182,6 +180,7 @@ class ModelSlot(SlotCore):
             )
         await report("starting_worker", 0.0)
         await self.keeper.ready(caller.deadline)
+        await self.planning.ensure_asked(model, capacity)
         self._refuse_unloadable(model)
         switching = self.resident is not None
         # Refuse before anything is given up: with the resident model's memory counted as free.
