@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,11 +15,11 @@ import pytest
 from modeld.shared.capacity import CapacityPolicy, LayerFacts, MemorySnapshot, ModelFacts, SlotUse
 from modeld.shared.host_memory import host_memory
 from modeld.shared.planner.budget import make_budget
+from tests.support.cgroup import MemoryCgroup, memory_cgroup
 
 MIB = 1 << 20
 GIB = 1 << 30
 SLACK = 24 * MIB  # the interpreter's own growth, and pages that the kernel charges ahead
-TOP = Path("/sys/fs/cgroup")
 
 # Waits to be moved, then reads before and after it takes memory of each kind.
 CHILD = """
@@ -50,50 +49,16 @@ print(json.dumps(seen))
 """
 
 
-def _groups() -> Iterator[tuple[Path, str]]:
-    """Folders in which a memory cgroup may be made, and the name of its limit's file."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        number, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            own = TOP / "memory" / path.lstrip("/")
-            yield (own if own.is_dir() else TOP / "memory"), "memory.limit_in_bytes"
-        elif number == "0":
-            own = TOP / path.lstrip("/")
-            for folder in (own, *own.parents):
-                if folder.is_relative_to(TOP):
-                    yield folder, "memory.max"
-
-
 @pytest.fixture
-def limited() -> Iterator[Path]:
+def limited() -> Iterator[MemoryCgroup]:
     """A cgroup with a limit of 1 GiB; removed afterwards."""
-    refused = []
-    for parent, name in _groups():
-        group = parent / f"modeld-test-{os.getpid()}"
-        try:
-            group.mkdir()
-        except OSError as error:
-            refused.append(f"{group}: {error.strerror}")
-            continue
-        try:
-            with (group / name).open("r+") as limit:  # the kernel makes it, never this test
-                limit.write(str(GIB))
-        except OSError as error:
-            refused.append(f"{group / name}: {error.strerror}")
-            group.rmdir()
-            continue
-        try:
-            yield group
-        finally:
-            group.rmdir()
-        return
-    pytest.skip(
-        "NOT PROVEN ON THIS MACHINE: memory limits are tested on recorded cgroups only, for no "
-        f"memory cgroup can be made here ({'; '.join(refused) or 'there is none'})"
-    )
+    with memory_cgroup(
+        GIB, "what a process reads under memory limits that aren't recorded"
+    ) as made:
+        yield made
 
 
-def readings_inside(group: Path) -> dict[str, MemorySnapshot]:
+def readings_inside(group: MemoryCgroup) -> dict[str, MemorySnapshot]:
     """What a process in ``group`` reads, step by step."""
     with (
         tempfile.TemporaryDirectory(dir="/var/tmp") as folder,  # on a disk: not in memory
@@ -105,7 +70,7 @@ def readings_inside(group: Path) -> dict[str, MemorySnapshot]:
         ) as child,
     ):
         try:
-            (group / "cgroup.procs").write_text(str(child.pid))
+            group.add(child.pid)
             output, _ = child.communicate("go\n")
         finally:
             with suppress(ProcessLookupError):
@@ -117,7 +82,9 @@ def readings_inside(group: Path) -> dict[str, MemorySnapshot]:
     }
 
 
-def test_a_process_in_a_cgroup_of_1_gib_has_1_gib_whatever_the_machine_has(limited: Path) -> None:
+def test_a_process_in_a_cgroup_of_1_gib_has_1_gib_whatever_the_machine_has(
+    limited: MemoryCgroup,
+) -> None:
     assert host_memory().total_bytes > GIB, "this test needs a machine with more than 1 GiB"
     seen = readings_inside(limited)
     assert all(reading.known for reading in seen.values())
@@ -130,7 +97,7 @@ def test_a_process_in_a_cgroup_of_1_gib_has_1_gib_whatever_the_machine_has(limit
     assert abs(left["file"] - left["shared"] - 64 * MIB) < SLACK  # shared memory can't
 
 
-def test_a_plan_in_such_a_cgroup_spends_and_reserves_of_1_gib(limited: Path) -> None:
+def test_a_plan_in_such_a_cgroup_spends_and_reserves_of_1_gib(limited: MemoryCgroup) -> None:
     facts = ModelFacts(
         architecture="llama",
         name="small",
@@ -151,10 +118,6 @@ def test_a_plan_in_such_a_cgroup_spends_and_reserves_of_1_gib(limited: Path) -> 
     assert outside.reserve > plan.reserve
 
 
-def test_a_limit_on_the_group_above_counts(limited: Path) -> None:
-    inner = limited / "inner"
-    inner.mkdir()
-    try:
+def test_a_limit_on_the_group_above_counts(limited: MemoryCgroup) -> None:
+    with limited.inner() as inner:
         assert readings_inside(inner)["start"].limit_bytes == GIB
-    finally:
-        inner.rmdir()

@@ -75,6 +75,16 @@ class MemoryCgroup:
     def add(self, pid: int) -> None:
         (self.path / "cgroup.procs").write_text(str(pid))
 
+    @contextmanager
+    def inner(self) -> Iterator[MemoryCgroup]:
+        """A group below this one, without a limit of its own."""
+        made = MemoryCgroup(self.path / "inner", second=self._second)
+        made.path.mkdir()
+        try:
+            yield made
+        finally:
+            made.path.rmdir()
+
     def _text(self, name: str) -> str:
         return (self.path / name).read_text().strip()
 
@@ -124,13 +134,18 @@ def memory_cgroup(limit: int, unproven: str) -> Iterator[MemoryCgroup]:
     )
 
 
+def into(group: MemoryCgroup) -> list[str]:
+    """The beginning of a command: an interpreter that is in the cgroup before it begins."""
+    return [sys.executable, "-m", "tests.support.cgroup", str(group.path)]
+
+
 class LimitedDaemon(RunningDaemon):
     """A daemon that was in a cgroup before it began, with all its workers."""
 
     def __init__(
         self, group: MemoryCgroup, data_root: Path, settings: Mapping[str, object]
     ) -> None:
-        self.program = ("-m", "tests.support.cgroup", str(group.path), "-m", "modeld")
+        self.program = (*into(group)[1:], "-m", "modeld")
         super().__init__(data_root, settings)
 
 
