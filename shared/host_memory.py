@@ -265,3 +265,16 @@ def _text(path: Path) -> str:
 
 def _lines(path: Path) -> list[str]:
     return _text(path).splitlines()
+
+
+def anonymous_bytes(pid: int, sysroot: Path = Path("/")) -> int | None:
+    """Memory of a process's own, mapped files left out; None where it can't be read."""
+    try:
+        lines = _lines(sysroot / f"proc/{pid}/status")
+    except OSError:  # it ended meanwhile, or is another user's
+        return None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "RssAnon" and value.split()[:1] and value.split()[0].isdigit():
+            return int(value.split()[0]) * 1024
+    return None

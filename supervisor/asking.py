@@ -5,10 +5,12 @@ Maps every way in which that can fail to an answer that says ``unknown``. Blocks
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -29,13 +31,16 @@ def ask_engine(backend: str, request: AskRequest, timeout_s: float = TIMEOUT_S) 
     # -P: what lies in the current folder must not be imported in place of the package.
     command = [sys.executable, "-P", "-m", module]
     try:
-        done = subprocess.run(
-            command,
-            input=msgspec.json.encode(request),
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            _offer_to_oom_killer(process.pid)
+            try:
+                out, err = process.communicate(msgspec.json.encode(request), timeout_s)
+            except BaseException:
+                process.kill()
+                raise
+        done = subprocess.CompletedProcess(command, process.returncode, out, err)
     except subprocess.TimeoutExpired:
         return _unknown(f"the engine took longer than {timeout_s:g} s to answer")
     except OSError as error:
@@ -63,3 +68,11 @@ def _ending(returncode: int) -> str:
         return f"signal {signal.Signals(-returncode).name}"
     except ValueError:
         return f"signal {-returncode}"
+
+
+def _offer_to_oom_killer(pid: int) -> None:
+    """Have the kernel end the question rather than a worker with open sessions, where memory runs
+    out. From here: most of what it takes comes with its imports.
+    """
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")

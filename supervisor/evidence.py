@@ -23,7 +23,7 @@ from modeld.supervisor.durable import write_atomic
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2  # costs of an older one lack what the processor works in
 MAX_FILE_BYTES = 1 << 20
 MAX_FILES = 1000  # models; the least recently changed go first
 MAX_POINTS = 64  # kept of the loads of one setting

@@ -29,6 +29,7 @@ from modeld.shared.errors import (
     ModelQuarantined,
     SwitchRequired,
 )
+from modeld.shared.host_memory import anonymous_bytes
 from modeld.shared.manifest import Identity
 from modeld.shared.messages import (
     CloseOp,
@@ -215,7 +216,7 @@ class ModelSlot(SlotCore):
         assert isinstance(result, LoadResult)
         findings = check_load(model.facts, result, planned)
         self.resident = Resident(model, model.facts, result, planned, findings)
-        self.plan.loaded(result, planned)
+        self.plan.loaded(result, planned, self._worker_bytes())
         self._tell_findings(findings)
         self.apply(LoadDone())
         self.idle.touch(time.monotonic())
@@ -311,9 +312,14 @@ class ModelSlot(SlotCore):
 
     # --- planning ------------------------------------------------------------------------------
 
+    def _worker_bytes(self) -> int | None:
+        pid = self.keeper.pid
+        return anonymous_bytes(pid) if pid else None
+
     def _question(
         self, model: StoredModel, request: CapacityRequest, companions: Companions = NO_COMPANIONS
     ) -> Question:
+        self.plan.touched(self._worker_bytes())
         return self.plan.question(
             model,
             request,

@@ -29,6 +29,8 @@ from modeld.supervisor.models.store import ModelStore, StoredModel
 from modeld.supervisor.planning import Planning, Question
 
 NO_COMPANIONS = Companions()
+# Of a worker's memory that grew and isn't KV: what may be anything but a compute buffer.
+TOUCHED_SLACK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,20 @@ class SlotPlan:
         self.config = config
         self.planning = planning
         self.use = SlotUse()
+        self._anonymous_at_load: int | None = None
+        self._compute_bytes = 0  # of all contexts, on the host
         self._store = store
         self._ids: Mapping[str, str] = {}  # engine name → device id, of the resident model
 
     def reset(self) -> None:
         self.use = SlotUse()
+        self._anonymous_at_load = None
 
-    def loaded(self, load: LoadResult, planned: Resolution) -> None:
-        """Take the account up from a load that succeeded."""
+    def loaded(self, load: LoadResult, planned: Resolution, anonymous: int | None) -> None:
+        """Take the account up from a load that succeeded. ``anonymous``: the worker's memory of
+        its own, in bytes; None: not known.
+        """
+        self._anonymous_at_load = anonymous
         self._ids = {row.engine_name: row.device_id for row in planned.devices if row.engine_name}
         self.use = SlotUse(
             weights_resident=True,
@@ -73,13 +81,14 @@ class SlotPlan:
         """Keep what the worker said that its contexts hold. Its totals are over all memories."""
         held = _by_device(told.slot_placed, self._ids)
         free = _by_device(told.reclaimable_placed, self._ids)
+        elsewhere = sum(row.compute_bytes for row in told.slot_placed if row.device in self._ids)
+        self._compute_bytes = told.slot_compute_bytes - elsewhere
         self.use = replace(
             self.use,
             cells=told.slot_cells,
             resident_bytes=told.slot_bytes - sum(held.values()),
             reclaimable_bytes=told.reclaimable_bytes - sum(free.values()),
-            compute_bytes=told.slot_compute_bytes
-            - sum(row.compute_bytes for row in told.slot_placed if row.device in self._ids),
+            compute_bytes=self._compute_bytes,
             sessions=sessions,
             on_devices=tuple(
                 replace(
@@ -90,6 +99,20 @@ class SlotPlan:
                 for placed in self.use.on_devices
             ),
         )
+
+    def touched(self, anonymous: int | None) -> None:
+        """Take off what is promised to compute buffers what the worker has touched of them by now.
+
+        A reading of available memory lacks that already. What the worker holds beside KV, which is
+        touched when it is allocated, counts as compute buffer, but for some slack.
+        """
+        before, use = self._anonymous_at_load, self.use
+        if before is None or anonymous is None:
+            return
+        kv = use.resident_bytes - self._compute_bytes
+        touched = anonymous - before - kv - TOUCHED_SLACK_BYTES
+        promised = min(self._compute_bytes, self._compute_bytes - touched)
+        self.use = replace(use, compute_bytes=max(0, promised))
 
     def question(
         self,

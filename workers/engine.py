@@ -83,7 +83,8 @@ class EngineContext(Protocol):
     def copy_prefix_from(self, source: EngineContext, tokens: int) -> bool:
         """Replace this context's content by the first ``tokens`` of ``source``; False if it can't.
 
-        On False this context is empty.
+        On False this context is empty, and so it is where there is no memory for the copy now,
+        which is InsufficientMemory.
         """
 
     def close(self) -> None:

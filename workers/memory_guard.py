@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import resource
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -36,6 +37,13 @@ class MemoryGuard:
     ) -> None:
         self._read = read
         self._slack_bytes = slack_bytes
+
+    def spare_bytes(self) -> int:
+        """What something short-lived may take that nobody planned: half of what is free. Where
+        the host can't be read, as much as it likes.
+        """
+        reading = self._read()
+        return reading.available_bytes // 2 if reading.known else sys.maxsize
 
     @contextlib.contextmanager
     def allocating(

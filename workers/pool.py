@@ -259,8 +259,12 @@ class ContextPool:
     def copy(self, mine: PooledContext, source: PooledContext, count: int) -> bool:
         """Make ``mine`` hold the first ``count`` tokens of ``source``; False (and empty) if not."""
         self.touch(source)
-        if mine.copy_from(source, count):
-            return True
+        try:
+            if mine.copy_from(source, count):
+                return True
+        except InsufficientMemory as error:  # another time there may be
+            log.info("%s", error.message)
+            return False
         log.warning("the engine can't copy %s to %s; not tried again", source.shape, mine.shape)
         self._copy_failed.add((source.shape, mine.shape))
         return False

@@ -24,6 +24,7 @@ from modeld.shared.planner.graph import (
     SEQUENCES,
     estimate_compute_bytes,
     input_bytes,
+    work_bytes,
 )
 from modeld.shared.planner.kv_math import grows, kv_bytes
 
@@ -93,9 +94,28 @@ class Costs:
         )
 
     def formula_compute(
-        self, tokens: int, layers: Sequence[LayerFacts] | None = None, *, output: bool = True
+        self,
+        tokens: int,
+        layers: Sequence[LayerFacts] | None = None,
+        *,
+        output: bool = True,
+        host: bool = True,
     ) -> int:
-        return estimate_compute_bytes(
+        """``host``: with what a processor works in, which accelerators don't need."""
+        work = 0
+        if host and not self.paged:
+            work = work_bytes(
+                self._graph,
+                tokens,
+                n_batch=self.policy.n_batch,
+                n_ubatch=self.policy.n_ubatch,
+                k_type=self.k_type,
+                v_type=self.v_type,
+                pad=self.pad,
+                flash_attn=self.policy.flash_attn,
+                layers=layers,
+            )
+        return work + estimate_compute_bytes(
             self._graph,
             tokens,
             n_batch=self.policy.n_batch,
@@ -191,7 +211,7 @@ class WindowCosts:
         self._formula_compute = costs.formula_compute(tokens)
         self._layers = len(costs.shape_of)
         self._kv_before: list[int] = []
-        self._working: dict[tuple[int, bool, bool], int] = {}
+        self._working: dict[tuple[int, bool, bool, bool], int] = {}
 
     def kv_of(self, first: int, stop: int) -> int:
         """KV and states of the layers from ``first`` to before ``stop``."""
@@ -205,7 +225,7 @@ class WindowCosts:
             return plain
         return -(-plain * self.kv // self._formula_kv)
 
-    def working(self, first: int, stop: int, *, copies: bool = False) -> int:
+    def working(self, first: int, stop: int, *, copies: bool = False, host: bool = False) -> int:
         """The compute buffer of a place that holds these layers.
 
         ``copies``: with further copies of the inputs, as each of several accelerators has them so
@@ -213,13 +233,13 @@ class WindowCosts:
         """
         if first >= stop:
             return 0
-        key = (self._costs.present(first, stop), stop > self._layers, copies)
+        key = (self._costs.present(first, stop), stop > self._layers, copies, host)
         found = self._working.get(key)
         if found is None:
             shapes = tuple(
                 shape for index, shape in enumerate(self._costs.shapes) if key[0] >> index & 1
             )
-            plain = self._costs.formula_compute(self._tokens, shapes, output=key[1])
+            plain = self._costs.formula_compute(self._tokens, shapes, output=key[1], host=host)
             found = -(-plain * self.compute // self._formula_compute)
             if copies:
                 found += COPIES * sum(self._costs.inputs(self._tokens, shapes))

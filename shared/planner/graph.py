@@ -17,6 +17,8 @@ PAD_CELLS = 256  # llama.cpp rounds n_ctx, and what a windowed layer keeps, up t
 SEQUENCES = 2
 F32_BYTES = 4
 F16_BYTES = 2
+GRAPH_BYTES = 1 << 20
+LAYER_GRAPH_BYTES = 128 << 10
 # Elements a token in a recurrent layer, by the embedding length; as measured.
 STATE_WIDTH = 14
 WIDER_STATES = {"nemotron_h": 18, "nemotron_h_moe": 18, "rwkv6": 20, "rwkv7": 20, "arwkv7": 20}
@@ -74,6 +76,42 @@ def estimate_compute_bytes(
     elements += min(outputs, SEQUENCES) * facts.vocabulary  # in a buffer of their own
     mask_bytes = F16_BYTES if flash_attn else F32_BYTES
     return F32_BYTES * elements + mask_bytes * batch * sum(cells.values())
+
+
+def work_bytes(
+    facts: ModelFacts,
+    context: int,
+    *,
+    n_batch: int,
+    n_ubatch: int,
+    k_type: str,
+    v_type: str,
+    pad: int = PAD_CELLS,
+    flash_attn: bool = False,
+    layers: Sequence[LayerFacts] | None = None,
+) -> int:
+    """What the processor's side of the engine takes beside a context's compute buffer, on the
+    host; no report of the engine tells it.
+
+    A product's second factor is converted to the type that the first is multiplied with, in a
+    buffer as large as the largest needs (ggml-cpu.c, ggml_graph_plan, GGML_OP_MUL_MAT): the scores
+    of a micro-batch (heads x u x c) to the values' type, or activations to the weights'. It grows
+    as the window fills. The rest is the graph itself and its schedule, as measured.
+    """
+    present = facts.layers if layers is None else layers
+    if context <= 0 or not present:
+        return 0
+    batch = min(n_batch, n_ubatch, context)
+    cells = _mask_cells(present, context, n_batch, n_ubatch, pad)
+    heads = facts.heads or max(1, facts.embedding_length // 64)
+    latent = any(layer.kind is LayerKind.LATENT for layer in present)
+    values = k_type if latent else v_type
+    scores = 0 if flash_attn or values == "f32" else heads * max(cells.values(), default=0)
+    wide = max(facts.feed_forward_length, facts.embedding_length)
+    if facts.experts_used:
+        wide = max(wide, facts.experts_used * facts.expert_feed_forward_length)
+    blocks = sum(layer.count for layer in present)
+    return F16_BYTES * batch * max(scores, wide) + GRAPH_BYTES + LAYER_GRAPH_BYTES * blocks
 
 
 def input_bytes(

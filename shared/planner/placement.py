@@ -183,7 +183,7 @@ class Layout:
         moved = self._weights_before[-1] - self._weights_before[stay]
         moved -= self._copied + gpu_layers * self._adapters
         weights = max(0, facts.weights_bytes - moved)
-        compute = max(window.inputs(), window.working(0, stay))
+        compute = max(window.inputs(), window.working(0, stay, host=True))
         return Part(stay, 0 if stay else -1, weights, window.kv_of(0, stay), compute)
 
     def host_budget(self, part: Part, *, reclaim: bool = True) -> Budget:

@@ -252,7 +252,8 @@ def _one_place(decision: Decision, index: int, needed: int) -> Iterator[Remedy]:
     where = f" on {place.engine_name}" if index else ""
     more = needed - budget.memory_arm
     limit = needed + budget.resident
-    if more > 0 and _fits_with(decision, index, free=budget.free + more):
+    taken = _total(decision, index) - budget.free  # what isn't taken can't be freed
+    if 0 < more <= taken and _fits_with(decision, index, free=budget.free + more):
         yield Remedy("free", str(more), f"free {more} bytes{where}")
     if budget.user_limit and _fits_with(decision, index, limit=limit):
         kind = "device_limit" if index else "user_limit"
@@ -273,7 +274,18 @@ def _largest_place(decision: Decision, index: int, need: int) -> Iterator[Remedy
         else:
             low = middle + 1
     more = high * step
-    yield Remedy("free", str(more), f"free {more} bytes on {place.engine_name}")
+    if more <= _total(decision, index) - place.budget.free:
+        yield Remedy("free", str(more), f"free {more} bytes on {place.engine_name}")
+
+
+def _total(decision: Decision, index: int) -> int:
+    """Bytes that the place has in all, within what bounds it."""
+    host = decision.problem.machine.host
+    if not index:
+        return min(host.total_bytes, host.limit_bytes or host.total_bytes)
+    place = decision.layout.devices[index - 1]
+    readings = decision.problem.machine.devices
+    return next(reading.total_bytes for reading in readings if reading.id == place.id)
 
 
 def _total_bytes(decision: Decision, need: int) -> int:

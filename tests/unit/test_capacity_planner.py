@@ -23,6 +23,7 @@ from modeld.shared.capacity import (
 from modeld.shared.errors import InsufficientMemory, InvalidRequest
 from modeld.shared.planner.budget import default_reserve, estimate_compute_bytes
 from modeld.shared.planner.capacity import MAX_CONTEXT_TOKENS, confirm, resolve
+from modeld.shared.planner.graph import work_bytes
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -260,7 +261,7 @@ def test_reclaimable_contexts_make_room_and_leave_hot() -> None:
         resident_bytes=held,
         reclaimable_bytes=held,
     )
-    tight = memory(512 * MIB + 200 * MIB)
+    tight = memory(512 * MIB + 260 * MIB)
     found = resolve(SMOL, CapacityRequest(window=8192), POLICY, tight, use)
     assert found.numbers.hot.tokens == 8192
     with pytest.raises(InsufficientMemory):
@@ -326,10 +327,10 @@ def test_the_largest_window_of_a_refusal_is_served_when_asked_for() -> None:
 
 
 def test_the_quantisation_that_a_refusal_names_is_served() -> None:
-    told = refusal(720 * MIB)
+    told = refusal(750 * MIB)
     k_type = told["k_type_that_fits"]
     assert k_type in told["message"]
-    found = resolve(SMOL, CapacityRequest(k_type=k_type), POLICY, memory(720 * MIB), FRESH)
+    found = resolve(SMOL, CapacityRequest(k_type=k_type), POLICY, memory(750 * MIB), FRESH)
     assert found.numbers.effective.tokens >= 4096
 
 
@@ -357,6 +358,7 @@ def test_a_refusal_names_the_bound_that_decided(
 def test_headroom_is_named_when_it_alone_decides() -> None:
     need = SMOL.weights_bytes + 4096 * 23040
     need += estimate_compute_bytes(SMOL, 4096, n_batch=512, n_ubatch=256)
+    need += work_bytes(SMOL, 4096, n_batch=512, n_ubatch=256, k_type="f16", v_type="f16")
     assert refusal(512 * MIB + need)["bound"] == "headroom"
 
 

@@ -143,7 +143,8 @@ def measured(model: Any, facts: ModelFacts, settings: ContextSettings) -> AskPoi
         kv_bytes=reports.settled_kv_bytes(
             settings.planned_kv_bytes(facts, cells), reports.kv_summarised(lines)
         ),
-        compute_bytes=sum(reports.compute_by_device(lines).values()),
+        compute_bytes=sum(reports.compute_by_device(lines).values())
+        + settings.work_bytes(facts, cells),
     )
 
 

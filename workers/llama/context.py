@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,9 +55,11 @@ class LlamaContext:
         settings: ContextSettings,
         planned_kv_bytes: Callable[[int], int],
         on_close: Callable[[LlamaContext], None],
+        work_bytes: int = 0,
+        spare_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
         """Raises InsufficientMemory with the engine's words when it can't be made."""
-        self._traits, self._on_close = traits, on_close
+        self._traits, self._on_close, self._spare_bytes = traits, on_close, spare_bytes
         engine_log.clear()
         with engine_log.recording() as lines:
             self._handle = llama.llama_init_from_model(model, context_parameters(settings))
@@ -73,6 +76,7 @@ class LlamaContext:
         self._n_batch: int = llama.llama_n_batch(self._handle)
         self._n_ubatch: int = llama.llama_n_ubatch(self._handle)
         compute = reports.compute_by_device(lines)
+        compute["CPU"] = compute.get("CPU", 0) + work_bytes
         self.compute_bytes = sum(compute.values())
         self.kv_bytes = _checked_kv_bytes(planned_kv_bytes(self.window), lines)
         kv = reports.scaled_to(self.kv_bytes, reports.kv_by_device(lines))
@@ -324,7 +328,11 @@ class LlamaContext:
         step = _COPY_TOKENS if dense else tokens
         for begin in range(0, tokens, step):
             end = min(begin + step, tokens)
-            state = source._export(begin, end)
+            try:
+                state = source._export(begin, end)
+            except InsufficientMemory:
+                self._clear()
+                raise
             if state is None or not self._append(state, end):
                 self._clear()
                 return False
@@ -338,6 +346,12 @@ class LlamaContext:
             llama.llama_memory_seq_cp(self._memory, _OWN, _SCRATCH, begin, end)
         try:
             size = llama.llama_state_seq_get_size(self._handle, sequence)
+            if size > self._spare_bytes():
+                raise InsufficientMemory(
+                    f"Copying {end - begin} tokens takes a buffer of {size} bytes, for which there "
+                    "is no memory now: they are evaluated again instead.",
+                    metadata={"needed_bytes": size, "cause": "copy"},
+                )
             state = np.empty(size, dtype=np.uint8)
             got = llama.llama_state_seq_get_data(self._handle, _bytes_of(state), size, sequence)
             return state if size and got == size else None

@@ -243,6 +243,8 @@ class LlamaEngine:
                 settings,
                 functools.partial(settings.planned_kv_bytes, facts),
                 loaded.contexts.discard,
+                settings.work_bytes(host.on_host(facts, loaded.gpu_layers), settings.window),
+                self._guard.spare_bytes,
             )
         loaded.contexts.add(context)
         return context

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import hashlib
 import logging
@@ -75,6 +76,9 @@ class EngineLog:
             self._recordings.remove(lines)
 
 
+_M_MMAP_THRESHOLD = -3
+LARGE_BLOCK_BYTES = 1 << 20
+
 engine_log = EngineLog()
 
 
@@ -90,10 +94,21 @@ def _silence() -> None:
     llama.llama_log_set(llama.llama_log_callback(0), None)
 
 
+def _return_large_blocks() -> None:
+    """Have the allocator map every large block by itself, and unmap it when it is freed.
+
+    glibc raises its threshold to the largest block that was freed, up to 32 MiB: a context's
+    buffers then come from the heap, and stay there after it is closed.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another platform's allocator
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
 @functools.cache
 def start() -> None:
     """Bring the library up once a process; every use of it comes after."""
     llama.llama_log_set(_on_log, None)
+    _return_large_blocks()
     atexit.register(_silence)
     llama.llama_backend_init()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from modeld.shared.capacity import ModelFacts
 from modeld.shared.errors import InvalidRequest
-from modeld.shared.planner import kv_math
+from modeld.shared.planner import graph, kv_math
 from modeld.workers.llama.native import llama
 from modeld.workers.llama.validate import CELL_PAD, KV_TYPES, SEQUENCES, planned_kv_bytes
 
@@ -36,6 +36,18 @@ class ContextSettings:
         """Bytes of KV and states, by the planner's formula, in a context of ``cells``."""
         return planned_kv_bytes(
             facts, cells, self.k_type, self.v_type, self.n_ubatch, flash_attn=self.flash_attn
+        )
+
+    def work_bytes(self, facts: ModelFacts, cells: int) -> int:
+        """What the processor takes beside the buffers that the engine reports, in bytes."""
+        return graph.work_bytes(
+            facts,
+            cells,
+            n_batch=self.n_batch,
+            n_ubatch=self.n_ubatch,
+            k_type=self.k_type,
+            v_type=self.v_type,
+            flash_attn=self.flash_attn,
         )
 
 
