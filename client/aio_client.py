@@ -221,11 +221,13 @@ class AsyncClient:
         machine: str = "",
         what_if: Mapping[str, str] | None = None,
         companions: Companions = NO_COMPANIONS,
+        hypothetical: bool = False,
     ) -> values.Description:
         """A model's capacity and capability truth, without loading it.
 
         ``machine`` is the JSON of a machine file, to plan for that machine instead of the
-        daemon's; ``what_if`` are settings of the daemon, as if they were these.
+        daemon's; ``what_if`` are settings of the daemon, as if they were these. Of a resident
+        model an open session's own resolution is quoted, unless ``hypothetical``.
         """
         return await self._transport.unary(
             calls.describe(
@@ -241,6 +243,7 @@ class AsyncClient:
                 machine=machine,
                 what_if=what_if,
                 companions=companions,
+                hypothetical=hypothetical,
                 deadlines=self.deadlines,
             )
         )

@@ -296,6 +296,7 @@ def describe(
     machine: str = "",
     what_if: Mapping[str, str] | None = None,
     companions: Companions = NO_COMPANIONS,
+    hypothetical: bool = False,
     deadlines: Deadlines,
 ) -> Call[values.Description]:
     request = session_pb2.DescribeRequest(
@@ -308,6 +309,7 @@ def describe(
         session_id=session_id,
         machine=machine,
         what_if=what_if or {},
+        hypothetical=hypothetical,
         companions=session_pb2.Companions(**dataclasses.asdict(companions)),
     )
     _put(request, "window", window)

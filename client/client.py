@@ -223,11 +223,13 @@ class Client:
         machine: str = "",
         what_if: Mapping[str, str] | None = None,
         companions: Companions = NO_COMPANIONS,
+        hypothetical: bool = False,
     ) -> values.Description:
         """A model's capacity and capability truth, without loading it.
 
         ``machine`` is the JSON of a machine file, to plan for that machine instead of the
-        daemon's; ``what_if`` are settings of the daemon, as if they were these.
+        daemon's; ``what_if`` are settings of the daemon, as if they were these. Of a resident
+        model an open session's own resolution is quoted, unless ``hypothetical``.
         """
         return self._transport.unary(
             calls.describe(
@@ -243,6 +245,7 @@ class Client:
                 machine=machine,
                 what_if=what_if,
                 companions=companions,
+                hypothetical=hypothetical,
                 deadlines=self.deadlines,
             )
         )

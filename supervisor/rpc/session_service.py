@@ -406,7 +406,11 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 )
             return chosen.resolution
         plain = wanted == _capacity(0, "", "", self.services.config) and not (
-            request.sessions or request.machine or request.what_if or request.companions.ByteSize()
+            request.hypothetical
+            or request.sessions
+            or request.machine
+            or request.what_if
+            or request.companions.ByteSize()
         )
         return slot.latest if resident and plain else None
 

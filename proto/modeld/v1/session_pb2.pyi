@@ -630,7 +630,7 @@ class ExplainContextResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., resolution: _Optional[_Union[_common_pb2.Resolution, _Mapping]] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ..., retained: _Optional[int] = ..., seen_tokens: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[ResolvedSegment, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[ResidentBlock, _Mapping]]] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., last_fatal: _Optional[str] = ..., generated_turn_ids: _Optional[_Iterable[str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("model", "model_type", "window", "k_type", "v_type", "prompt_format", "profile_id", "session_id", "sessions", "machine", "what_if", "companions")
+    __slots__ = ("model", "model_type", "window", "k_type", "v_type", "prompt_format", "profile_id", "session_id", "sessions", "machine", "what_if", "companions", "hypothetical")
     class WhatIfEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -650,6 +650,7 @@ class DescribeRequest(_message.Message):
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     WHAT_IF_FIELD_NUMBER: _ClassVar[int]
     COMPANIONS_FIELD_NUMBER: _ClassVar[int]
+    HYPOTHETICAL_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_type: str
     window: int
@@ -662,7 +663,8 @@ class DescribeRequest(_message.Message):
     machine: str
     what_if: _containers.ScalarMap[str, str]
     companions: Companions
-    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., window: _Optional[int] = ..., k_type: _Optional[str] = ..., v_type: _Optional[str] = ..., prompt_format: _Optional[str] = ..., profile_id: _Optional[str] = ..., session_id: _Optional[str] = ..., sessions: _Optional[int] = ..., machine: _Optional[str] = ..., what_if: _Optional[_Mapping[str, str]] = ..., companions: _Optional[_Union[Companions, _Mapping]] = ...) -> None: ...
+    hypothetical: bool
+    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., window: _Optional[int] = ..., k_type: _Optional[str] = ..., v_type: _Optional[str] = ..., prompt_format: _Optional[str] = ..., profile_id: _Optional[str] = ..., session_id: _Optional[str] = ..., sessions: _Optional[int] = ..., machine: _Optional[str] = ..., what_if: _Optional[_Mapping[str, str]] = ..., companions: _Optional[_Union[Companions, _Mapping]] = ..., hypothetical: _Optional[bool] = ...) -> None: ...
 
 class Companions(_message.Message):
     __slots__ = ("projector_bytes", "projector_compute_bytes", "adapter_bytes", "draft_bytes")
