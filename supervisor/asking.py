@@ -47,7 +47,9 @@ def ask_engine(backend: str, request: AskRequest, timeout_s: float = TIMEOUT_S) 
         return _unknown(f"the engine could not be asked: {error.strerror or error}")
     if done.returncode != 0:
         log.warning("asking the engine failed: %s", done.stderr[-2000:].decode(errors="replace"))
-        return _unknown(f"asking the engine ended with {_ending(done.returncode)}")
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        last = f": {said[-1][:300]}" if said else ""
+        return _unknown(f"asking the engine ended with {_ending(done.returncode)}{last}")
     try:
         if len(done.stdout) > MAX_ANSWER_BYTES:
             raise ValueError(f"{len(done.stdout)} bytes")

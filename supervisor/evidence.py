@@ -8,8 +8,11 @@ Knows no policy and no engine.
 from __future__ import annotations
 
 import logging
+import os
+import stat
 import time
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -23,10 +26,14 @@ from modeld.supervisor.durable import write_atomic
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 VERSION = 2  # costs of an older one lack what the processor works in
 MAX_FILE_BYTES = 1 << 20
 MAX_FILES = 1000  # models; the least recently changed go first
-MAX_POINTS = 64  # kept of the loads of one setting
+# Kept in a file, the earliest goes first: builds, settings of a build, loads of a setting. All
+# together stay well below the file's limit.
+MAX_BUILDS, MAX_SETTINGS, MAX_POINTS = 8, 24, 16
+LOAD_BOUND = 2  # a load corrects what was asked by this factor at most
 
 
 class Costs(msgspec.Struct, kw_only=True):
@@ -102,7 +109,11 @@ class EvidenceStore:
         costs = self.costs(digest, build, key)
         if costs is None:
             return EngineMeasure()
-        points = {point.cells: point for point in (*costs.dry, *costs.loads)}
+        points = {point.cells: point for point in costs.dry or costs.loads}
+        for seen in costs.loads:
+            asked = points.get(seen.cells)
+            if asked is not None:  # between what was asked, nothing could bound a report
+                points[seen.cells] = _corrected(asked, seen)
         ordered = sorted(points.values(), key=lambda point: point.cells)
         return EngineMeasure(
             tuple(MeasuredPoint(p.cells, p.kv_bytes, p.compute_bytes) for p in ordered),
@@ -114,11 +125,11 @@ class EvidenceStore:
     def asked(self, digest: str, key: str, answer: AskAnswer) -> None:
         """Keep an answer. One that couldn't be had is kept in memory only: asked again later."""
         evidence = self.get(digest)
-        known = evidence.builds.setdefault(answer.build_digest, BuildEvidence())
+        known = _kept(evidence.builds, answer.build_digest, BuildEvidence(), MAX_BUILDS)
         known.backend_version = answer.backend_version
         known.loader, known.words = answer.loader, answer.words
         known.generates, known.traits = answer.generates, answer.traits
-        costs = known.costs.setdefault(key, Costs())
+        costs = _kept(known.costs, key, Costs(), MAX_SETTINGS)
         costs.dry, costs.notes = answer.points, answer.notes
         if answer.loader != "unknown":
             self._write(evidence)
@@ -126,7 +137,8 @@ class EvidenceStore:
     def loaded(self, digest: str, build: str, key: str, point: AskPoint) -> None:
         """Keep what a context cost when it was really made."""
         evidence = self.get(digest)
-        costs = evidence.builds.setdefault(build, BuildEvidence()).costs.setdefault(key, Costs())
+        known = _kept(evidence.builds, build, BuildEvidence(), MAX_BUILDS)
+        costs = _kept(known.costs, key, Costs(), MAX_SETTINGS)
         if point in costs.loads:
             return
         others = [p for p in costs.loads if p.cells != point.cells]
@@ -182,11 +194,9 @@ class EvidenceStore:
     # --- files -----------------------------------------------------------------------------------
 
     def _read(self, digest: str) -> Evidence:
-        path = self._folder / f"{digest}.json"
         try:
-            if path.stat().st_size > MAX_FILE_BYTES:
-                raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
-            evidence = msgspec.json.decode(path.read_bytes(), type=Evidence)
+            content = _read_plain(self._folder / f"{digest}.json")
+            evidence = msgspec.json.decode(content, type=Evidence)
         except FileNotFoundError:
             return Evidence(digest=digest)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -207,6 +217,43 @@ class EvidenceStore:
             _prune(self._folder)
         except (StorageFull, OSError) as error:
             log.warning("evidence on model %s isn't kept: %s", evidence.digest[:12], error)
+
+
+def _kept(table: dict[str, T], key: str, new: T, most: int) -> T:
+    """What stands under the key, new if need be; of too many others the earliest go."""
+    found = table.setdefault(key, new)
+    for other in list(table)[: max(0, len(table) - most)]:
+        if other != key:
+            del table[other]
+    return found
+
+
+def _corrected(asked: AskPoint, seen: AskPoint) -> AskPoint:
+    """What the engine was asked, as a load corrects it: never to less, and never without bound."""
+
+    def between(low: int, value: int) -> int:
+        return min(max(low, value), LOAD_BOUND * low)
+
+    return AskPoint(
+        asked.cells,
+        between(asked.kv_bytes, seen.kv_bytes),
+        between(asked.compute_bytes, seen.compute_bytes),
+    )
+
+
+def _read_plain(path: Path) -> bytes:
+    """A regular file's content, up to the limit: a pipe or a device in its place holds nobody up.
+
+    Raises OSError or ValueError.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    with open(os.open(path, flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("not a regular file")
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
+    return content
 
 
 def _prune(folder: Path) -> None:

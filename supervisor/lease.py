@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -236,10 +238,14 @@ class Lease:
         """
         period_s = self._record.ttl_s / 3
         delay_s = period_s
+        # A thread of its own: imports and other long work must not stand in a renewal's way.
+        thread = ThreadPoolExecutor(1, "modeld-lease")
+        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(delay_s)
             try:
-                await asyncio.to_thread(self.renew, generation_floor=generation_floor())
+                renew = functools.partial(self.renew, generation_floor=generation_floor())
+                await loop.run_in_executor(thread, renew)
             except NotOwner as error:
                 if self._lost:
                     on_lost(error)

@@ -42,6 +42,7 @@ from modeld.shared.messages import (
     UnloadOp,
 )
 from modeld.shared.planner.capacity import confirm
+from modeld.shared.planner.remedies import use_after_switch
 from modeld.supervisor.findings import check_context, check_load
 from modeld.supervisor.models.store import StoredModel
 from modeld.supervisor.planning import Question, allowed
@@ -64,6 +65,8 @@ from modeld.supervisor.slot_plan import NO_COMPANIONS, Resident
 logger = logging.getLogger(__name__)
 
 OPEN_RETRY_S = 600.0
+# Settings that decide where layers go, which a load carries out.
+PLACING = {"placement", "gpu_layers", "devices", "tensor_split"}
 
 
 @dataclass(frozen=True)
@@ -337,9 +340,12 @@ class ModelSlot(SlotCore):
         config = self.config.with_settings(what.settings, "what_if") if what.settings else None
         await self.planning.ensure_asked(model, what.request, config)
         question = self._question(model, what.request, what.companions)
+        if self._is_resident(model) and PLACING & set(what.settings):
+            # Layers stay where they are until the model is loaded again: plan for that.
+            question = replace(question, use=use_after_switch(question.use))
         machine = what.machine
         if machine is None:
-            machine = await self.planning.read()
+            machine = await self.planning.read(config)
         else:  # nothing of this slot lives on that machine
             machine = allowed(machine, (config or self.config).devices)
             question = replace(question, use=SlotUse())
@@ -512,6 +518,9 @@ class ModelSlot(SlotCore):
         What runs for it is stopped; the worker closes it after that.
         """
         self.sessions.close(session, why)
+        open_ones = self.sessions.all()
+        newest = max(open_ones, key=lambda one: one.opened_at) if open_ones else None
+        self.latest = newest.resolution if newest else None
         self.queue.release_parked(session.session_id)
         for operation in tuple(session.operations):
             operation.cancel()

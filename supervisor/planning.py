@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -28,6 +30,7 @@ from modeld.shared.errors import InvalidRequest
 from modeld.shared.host_memory import host_memory
 from modeld.shared.messages import EngineDevice, QualityOut
 from modeld.shared.planner.capacity import resolve, survey
+from modeld.shared.planner.kv_math import block
 from modeld.supervisor.asking import ask_engine
 from modeld.supervisor.config import NO_DEVICES, Config
 from modeld.supervisor.evidence import BuildEvidence, EvidenceStore, cost_key
@@ -79,6 +82,12 @@ class Planning:
         self.build = ""  # digest of the engine's build, once it has been heard of
         self.backend_version = ""
         self._ask = ask
+        # Threads of their own: neither waits for other long work, nor do questions to engines,
+        # one at a time, make others wait.
+        self._reader = ThreadPoolExecutor(1, "modeld-probe")
+        self._asker = ThreadPoolExecutor(1, "modeld-ask")
+        self._turn = asyncio.Semaphore(1)
+        self._waiting: Counter[tuple[str, str]] = Counter()
         self._stuck: asyncio.Future[MachineReading] | None = None  # a reading that hangs
         self._asking: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._failed: dict[tuple[str, str], str] = {}
@@ -90,22 +99,22 @@ class Planning:
         self.build, self.backend_version = build, version
         self.probe.attach_engine(devices)
 
-    async def read(self) -> MachineReading:
+    async def read(self, config: Config | None = None) -> MachineReading:
         """A live reading, of the devices that the operator lets be used.
 
         A driver that hangs costs the devices, never the answer: until it comes back, only the
         host is known, and no second thread is given to it.
         """
         if self._stuck is None or self._stuck.done():
-            reading = asyncio.ensure_future(asyncio.to_thread(self.probe.read))
+            loop = asyncio.get_running_loop()
+            reading = loop.run_in_executor(self._reader, self.probe.read)
             done, _ = await asyncio.wait([reading], timeout=READ_LIMIT_S)
             if done:
-                return allowed(reading.result(), self.config.devices)
+                return allowed(reading.result(), (config or self.config).devices)
             self._stuck = reading
         log.warning("the devices' drivers have not answered for %g s", READ_LIMIT_S)
-        host = await asyncio.to_thread(host_memory)
         note = f"accelerators: their drivers did not answer within {READ_LIMIT_S:g} s"
-        return MachineReading(host, notes=(note,))
+        return MachineReading(host_memory(), notes=(note,))
 
     # --- evidence --------------------------------------------------------------------------------
 
@@ -118,8 +127,12 @@ class Planning:
     ) -> None:
         """Ask the engine about the file, once for each build and choice of types.
 
-        What it could not be asked is not tried again before another engine shows up.
+        What it could not be asked is not tried again before another engine shows up. A question
+        that nobody waits for any more isn't put. Raises InvalidRequest for an unknown type.
         """
+        if self.backend == "llama":
+            block(request.k_type, "k_type")
+            block(request.v_type, "v_type")
         about = (model.digest, self.key(request, config))
         if about in self._failed or self._known(*about):
             return
@@ -128,7 +141,13 @@ class Planning:
             task = asyncio.ensure_future(self._put(model, request, config or self.config, about))
             self._asking[about] = task
             task.add_done_callback(lambda _task: self._asking.pop(about, None))
-        await asyncio.shield(task)
+        self._waiting[about] += 1
+        try:
+            await asyncio.shield(task)
+        finally:
+            self._waiting[about] -= 1
+            if not self._waiting[about]:
+                del self._waiting[about]
 
     def _known(self, digest: str, key: str) -> bool:
         found = self.evidence.build(digest, self.build)
@@ -149,7 +168,11 @@ class Planning:
             v_type=request.v_type,
             windows=list(WINDOWS),
         )
-        answer = await asyncio.to_thread(self._ask, self.backend, question)
+        async with self._turn:
+            if not self._waiting[about]:
+                return
+            loop = asyncio.get_running_loop()
+            answer = await loop.run_in_executor(self._asker, self._ask, self.backend, question)
         if answer.loader == "unknown":
             self._failed[about] = answer.words
             return

@@ -131,7 +131,8 @@ class SlotPlan:
             use = self.use
         elif occupied:
             use = use_after_switch(self.use)
-        return Question(model.facts, model.digest, request, use, companions)
+        facts = replace(model.facts, name=model.name)  # a refusal names it as people do here
+        return Question(facts, model.digest, request, use, companions)
 
     def resolve(self, question: Question, machine: MachineReading) -> Resolution:
         """Plan it; a refusal names what of the store would fit instead."""

@@ -55,6 +55,31 @@ def test_the_six_numbers_are_the_sessions_own_everywhere(client: Client) -> None
             assert int(told[name]) == own[name][0], name
 
 
+def test_a_closed_session_s_numbers_are_quoted_no_more(client: Client) -> None:
+    first = client.open_session(MODEL, window=512)
+    second = client.open_session(MODEL, window=768)
+    assert client.describe(MODEL).resolution == second.resolution
+    second.close()
+    assert client.describe(MODEL).resolution == first.resolution
+    first.close()
+    described = client.describe(MODEL)
+    assert described.resident
+    assert described.resolution_source == "hypothetical"
+    assert described.resolution.context.effective.tokens == described.facts.context_length
+
+
+def test_what_another_session_would_get_can_be_asked_while_one_is_open(client: Client) -> None:
+    with client.open_session(MODEL, window=512):
+        told = client.describe(MODEL, hypothetical=True)
+        assert told.resolution_source == "hypothetical"
+        with client.open_session(MODEL) as another:
+            got, promised = another.resolution.context, told.resolution.context
+            for name in ("model_max", "requested", "effective", "planner"):  # memory moves
+                assert getattr(got, name).tokens == getattr(promised, name).tokens, name
+        none = client.describe(MODEL, what_if={"devices": "none"})
+        assert none.resolution_source == "hypothetical"
+
+
 def test_numbers_say_what_bound_them(client: Client) -> None:
     asked = client.describe(MODEL, window=512)
     assert asked.resolution_source == "hypothetical"

@@ -148,3 +148,37 @@ def test_the_probe_is_wanted_until_this_build_was_compared_here(tmp_path: Path) 
     assert not store.wants_quality(DIGEST, "b1", "host")
     assert store.wants_quality(DIGEST, "b2", "host")
     assert store.wants_quality(DIGEST, "b1", "device")
+
+
+def test_a_load_corrects_upwards_and_never_without_bound(tmp_path: Path) -> None:
+    store = EvidenceStore(tmp_path)
+    store.asked(DIGEST, KEY, answer())
+    store.loaded(DIGEST, "b1", KEY, AskPoint(512, 1, 1))
+    store.loaded(DIGEST, "b1", KEY, AskPoint(256, 10**12, 10**12))
+    store.loaded(DIGEST, "b1", KEY, AskPoint(8192, 1, 1))  # nothing asked of it could bound it
+    points = [
+        (p.cells, p.kv_bytes, p.compute_bytes) for p in store.measure(DIGEST, "b1", KEY).points
+    ]
+    assert points == [(256, 2000, 100), (512, 2000, 90)]
+
+
+def test_evidence_stays_within_what_is_read_again(tmp_path: Path) -> None:
+    store = EvidenceStore(tmp_path)
+    store.quality_seen(DIGEST, "b1", "engine 1", "host", run(3, 4))
+    points = [AskPoint(256 << step, 10**12, 10**12) for step in range(13)]
+    for build in range(12):
+        for batch in range(40):
+            key = cost_key(batch, batch, "f16", "f16", flash_attn=False)
+            store.asked(DIGEST, key, answer(build_digest=f"{build:064x}", points=points))
+            for cells in range(20):
+                store.loaded(DIGEST, f"{build:064x}", key, AskPoint(cells, 1, 1))
+    again = EvidenceStore(tmp_path)
+    assert again.get(DIGEST).reference is not None
+    assert again.costs(DIGEST, f"{11:064x}", key) is not None
+    assert again.costs(DIGEST, f"{0:064x}", key) is None
+
+
+def test_a_pipe_in_the_place_of_evidence_holds_nobody_up(tmp_path: Path) -> None:
+    (tmp_path / "evidence").mkdir()
+    os.mkfifo(tmp_path / "evidence" / f"{DIGEST}.json")
+    assert EvidenceStore(tmp_path).build(DIGEST, "b1").loader == "unknown"

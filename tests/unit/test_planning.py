@@ -20,7 +20,9 @@ from modeld.shared.capacity import (
     MemorySnapshot,
     ModelFacts,
 )
+from modeld.shared.errors import InvalidRequest
 from modeld.shared.messages import EngineDevice
+from modeld.supervisor import asking
 from modeld.supervisor.config import load_config
 from modeld.supervisor.evidence import EvidenceStore
 from modeld.supervisor.models.store import ModelRecord, StoredModel
@@ -209,3 +211,56 @@ def test_a_driver_that_hangs_costs_the_devices_and_not_the_answer(
         assert await plans.read() == MACHINE
 
     asyncio.run(both())
+
+
+def test_questions_are_put_one_at_a_time_and_none_that_nobody_waits_for(tmp_path: Path) -> None:
+    inside: list[int] = []
+    most: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(Engine):
+        def __call__(self, backend: str, request: AskRequest) -> AskAnswer:
+            inside.append(1)
+            most.append(len(inside))
+            begun.set()
+            go_on.wait(30)
+            inside.pop()
+            return super().__call__(backend, request)
+
+    engine = Slow()
+    plans = planning(tmp_path, engine)
+
+    async def flood() -> None:
+        batches = [load_config({"n_batch": 512 + n}, {}, tmp_path) for n in range(6)]
+        asked = [
+            asyncio.ensure_future(plans.ensure_asked(MODEL, PLAIN, config)) for config in batches
+        ]
+        await asyncio.to_thread(begun.wait, 30)
+        for task in asked[1:5]:
+            task.cancel()
+        await asyncio.gather(*asked[1:5], return_exceptions=True)
+        go_on.set()
+        await asyncio.gather(asked[0], asked[5])
+
+    asyncio.run(flood())
+    assert [request.n_batch for request in engine.asked] == [512, 517]
+    assert max(most) == 1
+
+
+def test_an_unknown_type_is_refused_before_the_engine_is_asked(tmp_path: Path) -> None:
+    engine = Engine()
+    plans = planning(tmp_path, engine)
+    with pytest.raises(InvalidRequest) as refused:
+        asyncio.run(plans.ensure_asked(MODEL, CapacityRequest(k_type="nonsense")))
+    assert refused.value.metadata["field"] == "k_type"
+    assert engine.asked == []
+
+
+def test_an_engine_that_does_not_start_is_told_in_its_last_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(asking.MODULES, "llama", "modeld.no_such_engine")
+    answer = asking.ask_engine("llama", AskRequest())
+    assert answer.loader == "unknown"
+    assert "exit code 1" in answer.words
+    assert "No module named modeld.no_such_engine" in answer.words
