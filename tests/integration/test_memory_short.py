@@ -16,7 +16,14 @@ from typing import Any
 import psutil
 import pytest
 
-from modeld.client import Client, Session, SessionFatal, SlotState, to_plain
+from modeld.client import (
+    Client,
+    InsufficientMemory,
+    Session,
+    SessionFatal,
+    SlotState,
+    to_plain,
+)
 from tests.support import deep_models
 from tests.support.cgroup import MemoryCgroup, into, limited_daemon, memory_cgroup
 from tests.support.daemon import MODEL, REPOSITORY, Background, eventually, running_daemon
@@ -154,3 +161,30 @@ def test_a_prefix_is_copied_only_where_there_is_room_for_it(tmp_path: Path) -> N
     window = 3072
     with filled(deep_models.gemma2(tmp_path / "deep.gguf"), window, 2) as (_, (first, second)):
         assert fill(second, 0, window) == fill(first, 0, window)
+
+
+def test_sessions_that_are_filled_one_after_another_are_all_opened_as_planned(
+    demo_model: Path,
+) -> None:
+    """What a session's compute buffer has touched is in the reading: it isn't charged twice."""
+    unproven = "that a third planned session opens after the first two have worked"
+    window, count = 2048, 3
+    room = 24 * MIB  # less than one compute buffer
+    with (
+        memory_cgroup(4 * GIB, unproven) as group,
+        limited_daemon(group, reserve_bytes=1, floor_window=256, idle_release_s=0) as daemon,
+        daemon.client() as client,
+    ):
+        client.import_model(demo_model, name=SMOL, copy=True)
+        client.load_model(SMOL)
+        plan = client.describe(SMOL, window=window).resolution
+        assert plan.compute_bytes > room + 8 * MIB
+        contexts = count * (plan.kv_bytes + plan.compute_bytes)
+        group.limit = group.used + int((plan.weights_bytes + contexts) / (1 - HEADROOM)) + room
+        worker = client.status().slots[0].worker.pid
+        for number in range(count):
+            session = client.open_session(SMOL, window=window, prompt_format="raw")
+            fill(session, number, window)
+        assert client.status().slots[0].worker.pid == worker
+        with pytest.raises(InsufficientMemory):
+            client.open_session(SMOL, window=window, prompt_format="raw")
