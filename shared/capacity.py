@@ -217,6 +217,7 @@ class CapacityPolicy:
     device_reserve_bytes: int = 0  # 0: the default for each device
     device_limit_bytes: int = 0  # most bytes to plan with on each device; 0: no limit
     cold_budget_bytes: int = 0  # host memory for parked KV
+    devices: tuple[str, ...] = ()  # accelerators to use, as the operator named them; (): all
 
 
 @dataclass(frozen=True)
@@ -314,8 +315,8 @@ class Remedy:
     """One thing that would make a refused plan fit. ``kind`` names it, ``value`` is what to set:
 
     ``window`` (tokens), ``k_type``, ``gpu_layers``, ``placement`` (shed), ``sessions``,
-    ``model`` (a smaller one of the store), ``free`` (bytes to be freed), ``user_limit`` and
-    ``device_limit`` (bytes, the setting's new value).
+    ``max_sessions`` (the setting's new value), ``model`` (a smaller one of the store), ``free``
+    (bytes to be freed), ``user_limit`` and ``device_limit`` (bytes, the setting's new value).
     """
 
     kind: str

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 MAX_NAME = 200  # letters of a model's name that are kept
 _MAX_SETTING = 200  # letters of a setting's value; longer ones become a digest
+MAX_EXPERTS = 1024  # llama.cpp's LLAMA_MAX_EXPERTS, an assertion there
+MAX_WIDTH = 1 << 20  # elements of an embedding or a feed-forward part; many times what is known
+MAX_HEADS = 1 << 16
+# Their one expert is none to the engine (llama-model.cpp, load_hparams).
+_ONE_EXPERT_IS_NONE = frozenset({"hunyuan-dense", "hunyuan_vl"})
 _BLOCK = re.compile(r"(?:(?:enc\.|dec\.)?blk|convnext|posnet)\.([0-9]{1,4})\.")
 
 
@@ -37,6 +42,8 @@ def model_facts(header: GgufHeader, file_bytes: int, *, template_digest: str = "
     the planner's to add. Weights are the file's bytes, those of blocks that predict further tokens
     included, which the engine maps and doesn't read unless it is told to.
     """
+    experts_used, expert_length = _experts(header)
+    _check_widths(header, expert_length)
     read = read_layers(header)
     weights = _weights(header, len(read.layers))
     return ModelFacts(
@@ -66,8 +73,8 @@ def model_facts(header: GgufHeader, file_bytes: int, *, template_digest: str = "
         pooling=_pooling(header),
         window_pattern_source=read.windows.source,
         widest_value=read.widest_value,
-        experts_used=_most(header, "expert_used_count") if header.count("expert_count") else 0,
-        expert_feed_forward_length=_most(header, "expert_feed_forward_length"),
+        experts_used=experts_used,
+        expert_feed_forward_length=expert_length,
     )
 
 
@@ -145,6 +152,35 @@ def _tied(header: GgufHeader) -> bool:
 def _most(header: GgufHeader, name: str) -> int:
     """A setting's highest value of any layer."""
     return max(header.per_layer(header.own(name), 0), default=0)
+
+
+def _experts(header: GgufHeader) -> tuple[int, int]:
+    """Experts that work on a token, and elements of one. Raises ModelLoadFailed where the engine
+    would end in an assertion.
+    """
+    experts, used = header.count("expert_count"), _most(header, "expert_used_count")
+    length = _most(header, "expert_feed_forward_length")
+    if header.own("expert_count") not in header.metadata:
+        return 0, length
+    if experts > MAX_EXPERTS:
+        raise refuse(f"its expert_count is {experts}, and the engine takes at most {MAX_EXPERTS}")
+    if experts <= 1 and header.architecture in _ONE_EXPERT_IS_NONE:
+        return 0, length
+    if used > experts:
+        raise refuse(f"its expert_used_count is {used}, more than its {experts} experts")
+    return used, length
+
+
+def _check_widths(header: GgufHeader, expert_length: int) -> None:
+    """Refuse lengths that no model has, so that no product of them leaves 63 bits."""
+    for name, length, most in (
+        ("embedding_length", header.embedding_length, MAX_WIDTH),
+        ("feed_forward_length", header.feed_forward_length, MAX_WIDTH),
+        ("expert_feed_forward_length", expert_length, MAX_WIDTH),
+        ("attention.head_count", header.head_count, MAX_HEADS),
+    ):
+        if length > most:
+            raise refuse(f"its {name} is {length}, more than {most}")
 
 
 def _pooling(header: GgufHeader) -> str:

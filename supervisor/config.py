@@ -57,6 +57,7 @@ PLANNED = (
     "n_batch",
     "n_ubatch",
 )
+GIVES_WAY = (("floor_window", "max_window"), ("n_ubatch", "n_batch"))  # (the smaller, the larger)
 MAX_SOCKET_PATH_BYTES = 107  # the system's limit for a unix socket's path
 
 
@@ -131,6 +132,7 @@ class Config:
             tensor_split=self.tensor_split,
             device_reserve_bytes=self.device_reserve_bytes,
             device_limit_bytes=self.device_limit_bytes,
+            devices=() if self.devices == NO_DEVICES else self.devices,
         )
 
     def with_settings(self, changes: Mapping[str, str], where: str) -> Config:
@@ -147,8 +149,14 @@ class Config:
                     metadata={"source": where, "field": name[:80]},
                 )
             values[name] = parse_value(BY_NAME[name], text, where)
-        config = replace(self, **values)
-        _check_together(config, dict.fromkeys(values, where))
+        sources = dict(self.sources) | dict.fromkeys(values, where)
+        given = {setting.name: getattr(self, setting.name) for setting in SETTINGS} | values
+        for name, bound in GIVES_WAY:
+            if name not in sources and bound in values:
+                given[name] = BY_NAME[name].default
+        _give_way(given, sources)
+        config = replace(self, **given, sources=tuple(sorted(sources.items())))
+        _check_together(config, sources)
         return config
 
 
@@ -182,13 +190,17 @@ def load_config(
         if name not in BY_NAME:
             raise unknown_setting(name, f"flag --{name.replace('_', '-')}")
         take(name, value, f"flag {BY_NAME[name].flag}")
-    # A default gives way where it would contradict what was asked for.
-    for name, bound in (("floor_window", "max_window"), ("n_ubatch", "n_batch")):
-        if name not in sources and values[bound]:
-            values[name] = min(values[name], values[bound])
+    _give_way(values, sources)
     config = Config(data_root=data_root, **values, sources=tuple(sorted(sources.items())))
     _check_together(config, sources)
     return config
+
+
+def _give_way(values: dict[str, Any], sources: Mapping[str, str]) -> None:
+    """A default gives way where it would contradict what was asked for."""
+    for name, bound in GIVES_WAY:
+        if name not in sources and values[bound]:
+            values[name] = min(values[name], values[bound])
 
 
 # --- sources ---------------------------------------------------------------------------------
@@ -204,7 +216,7 @@ def _from_file(path: Path) -> list[tuple[str, object, str]]:
         raise ConfigError(f"{path} can't be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text.") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError, or a number of more than 4,300 digits
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
     found = []
     for name, value in table.items():

@@ -99,11 +99,14 @@ def _memory(plan: Resolution, machine: MachineReading | None) -> Capability:
     name = "memory_fits"
     if plan.refusal is not None:
         numbers = dict(plan.refusal.numbers)
+        short = int(numbers.get("short_bytes") or 0)
+        if not short:  # it is no matter of memory, or of more than one place's
+            return Capability(name, "no", plan.refusal.message)
         return Capability(
             name,
             "no",
             f"{numbers['needed_bytes']} bytes are needed for {numbers['window']} tokens, "
-            f"{numbers['short_bytes']} more than there are; the refusal has the whole sum",
+            f"{short} more than there are; the refusal has the whole sum",
         )
     if machine is not None and not machine.host.known:
         return Capability(name, "unknown", "the host's memory can't be read")

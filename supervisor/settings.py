@@ -17,11 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from modeld.shared.errors import InvalidRequest
+from modeld.shared.planner.placement import MAX_CONTEXT_TOKENS
+from modeld.shared.planner.windows import LEAST_SHARE, MAX_SESSIONS, MOST_SHARE, is_share
 
 ENV_PREFIX = "MODELD_"
 KV_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 MIB = 1024 * 1024
 GIB = 1024 * MIB
+EIB = 1 << 60  # more than any machine's memory, and sums of such sizes still fit 63 bits
+MAX_SIZE_LETTERS = 40
+MAX_SHOWN = 200  # letters of a bad value in a message
+UNQUANTISED = ("f16", "bf16", "f32")
 
 
 class ConfigError(InvalidRequest):
@@ -32,7 +38,7 @@ class ConfigError(InvalidRequest):
 class Setting:
     """One row. ``kind`` is text, int, seconds, size, bool, choice, list (of choices), names (any),
     shares (numbers) or path; ``minimum`` and ``maximum`` are inclusive; ``zero`` says what 0 means
-    where it is outside the range."""
+    where it is outside the range, ``why`` what rules other choices out."""
 
     name: str
     kind: str
@@ -42,6 +48,7 @@ class Setting:
     maximum: float = math.inf
     zero: str = ""
     choices: tuple[str, ...] = ()
+    why: str = ""
 
     @property
     def env(self) -> str:
@@ -55,7 +62,7 @@ class Setting:
     def allowed(self) -> str:
         """What may be given, in words."""
         if self.kind == "choice":
-            return "one of " + ", ".join(self.choices)
+            return "one of " + ", ".join(self.choices) + (f" ({self.why})" if self.why else "")
         if self.kind == "list":
             return "a list of " + ", ".join(self.choices)
         if self.kind == "bool":
@@ -67,7 +74,8 @@ class Setting:
         what = {
             "int": "a whole number",
             "names": "a list of names, none twice",
-            "shares": "a list of numbers of at least 0, not all 0",
+            "shares": f"a list of numbers, each 0 or from {LEAST_SHARE:f} to {MOST_SHARE:.0f}, "
+            "not all 0",
             "seconds": "a number of seconds",
             "size": "a size in bytes, or like '512MiB' (KiB, MiB, GiB, TiB, KB, MB, GB, TB)",
         }[self.kind]
@@ -78,7 +86,9 @@ class Setting:
         return f"{what}{span}" + (f", or 0 ({self.zero})" if self.zero and self.minimum > 0 else "")
 
     def _shown(self, bound: float) -> str:
-        return size_text(int(bound)) if self.kind == "size" and bound < math.inf else f"{bound:g}"
+        if self.kind == "size" and bound < math.inf:
+            return size_text(int(bound))
+        return str(int(bound)) if self.kind == "int" else f"{bound:g}"
 
 
 SETTINGS: tuple[Setting, ...] = (
@@ -99,21 +109,31 @@ SETTINGS: tuple[Setting, ...] = (
         "how long the slot is kept between the calls of one turn", maximum=600,
     ),
     Setting("queue_limit", "int", 64, "calls that may wait for a slot", 1, 100_000),
-    Setting("max_sessions", "int", 8, "sessions open at once on a slot", 1, 1024),
+    Setting("max_sessions", "int", 8, "sessions open at once on a slot", 1, MAX_SESSIONS),
     Setting(
         "max_window", "int", 0, "most tokens a session's window may have; 0: no limit",
-        256, zero="no limit",
-    ),
-    Setting("floor_window", "int", 4096, "least tokens of an automatic window", 256),
-    Setting(
-        "sessions_share", "int", 4, "sessions for which an automatic window leaves room", 1, 1024
+        256, MAX_CONTEXT_TOKENS, zero="no limit",
     ),
     Setting(
-        "reserve_bytes", "size", 0, "memory left to the rest of the machine; 0: the default for it"
+        "floor_window", "int", 4096, "least tokens of an automatic window", 256, MAX_CONTEXT_TOKENS
     ),
-    Setting("user_limit_bytes", "size", 0, "most memory that modeld may plan with; 0: no limit"),
+    Setting(
+        "sessions_share", "int", 4, "sessions for which an automatic window leaves room",
+        1, MAX_SESSIONS,
+    ),
+    Setting(
+        "reserve_bytes", "size", 0,
+        "memory left to the rest of the machine; 0: the default for it", maximum=EIB,
+    ),
+    Setting(
+        "user_limit_bytes", "size", 0, "most memory that modeld may plan with; 0: no limit",
+        maximum=EIB,
+    ),
     Setting("k_type", "choice", "f16", "KV cache type of the keys", choices=KV_TYPES),
-    Setting("v_type", "choice", "f16", "KV cache type of the values", choices=KV_TYPES),
+    Setting(
+        "v_type", "choice", "f16", "KV cache type of the values", choices=UNQUANTISED,
+        why="quantised values need flash attention, which is off; keys can be quantised",
+    ),
     Setting(
         "placement", "choice", "refuse",
         "when a model doesn't fit the accelerators whole: refuse it, or shed layers to the host",
@@ -133,10 +153,11 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "device_reserve_bytes", "size", 0,
-        "memory left free on each accelerator; 0: the default for it",
+        "memory left free on each accelerator; 0: the default for it", maximum=EIB,
     ),
     Setting(
-        "device_limit_bytes", "size", 0, "most memory to plan with on each accelerator; 0: no limit"
+        "device_limit_bytes", "size", 0,
+        "most memory to plan with on each accelerator; 0: no limit", maximum=EIB,
     ),
     Setting("n_batch", "int", 512, "tokens in a decode call", 1, 65536),
     Setting("n_ubatch", "int", 512, "tokens between checks for a cancel", 1, 65536),
@@ -174,16 +195,24 @@ def unknown_setting(name: str, where: str) -> ConfigError:
 
 
 def _bad(setting: Setting, value: object, where: str, detail: str = "") -> ConfigError:
-    text = f"{where}: {setting.name} = {value!r:.200} is not valid: allowed is {setting.allowed}."
+    shown = _shown_value(value)
+    text = f"{where}: {setting.name} = {shown} is not valid: allowed is {setting.allowed}."
     return ConfigError(
         f"{text} {detail}".strip(),
         metadata={
             "source": where,
             "field": setting.name,
-            "value": value,
+            "value": shown if len(shown) >= MAX_SHOWN else value,
             "allowed": setting.allowed,
         },
     )
+
+
+def _shown_value(value: object) -> str:
+    try:
+        return repr(value)[:MAX_SHOWN]
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        return "a number that is too long to be written".ljust(MAX_SHOWN)
 
 
 # --- values ----------------------------------------------------------------------------------
@@ -191,14 +220,15 @@ def _bad(setting: Setting, value: object, where: str, detail: str = "") -> Confi
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("kmgt", start=1)
+    for power, prefix in enumerate("kmgtpe", start=1)
     for suffix, base in (("ib", 1024), ("b", 1000))
 }
 
 
 def parse_size(text: str) -> int | None:
     """Bytes of '512MiB', '1.5 GiB', '2GB' or '1048576'; None if it is none of these."""
-    match = _SIZE.fullmatch(text.strip())
+    text = text.strip()
+    match = _SIZE.fullmatch(text) if len(text) <= MAX_SIZE_LETTERS else None
     if match is None or match[2].lower() not in _UNITS:
         return None
     unit: int = _UNITS[match[2].lower()]
@@ -207,7 +237,7 @@ def parse_size(text: str) -> int | None:
 
 def size_text(size_bytes: int) -> str:
     """The shortest exact form: 67108864 is '64MiB'."""
-    for unit, factor in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
+    for unit, factor in (("EiB", EIB), ("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
         if size_bytes and size_bytes % factor == 0:
             return f"{size_bytes // factor}{unit}"
     return str(size_bytes)
@@ -255,11 +285,14 @@ def _number(setting: Setting, value: object, where: str) -> int | float:
                 number = None
     elif not isinstance(value, bool) and isinstance(value, int | float):
         number = value if isinstance(value, int) or setting.kind == "seconds" else None
-    if number is None or not math.isfinite(number):
+    if number is None or (isinstance(number, float) and not math.isfinite(number)):
         raise _bad(setting, value, where)
     if not setting.minimum <= number <= setting.maximum and not (setting.zero and number == 0):
         raise _bad(setting, value, where, "It is out of range.")
-    return float(number) if setting.kind == "seconds" else int(number)
+    try:
+        return float(number) if setting.kind == "seconds" else int(number)
+    except OverflowError:
+        raise _bad(setting, value, where, "It is out of range.") from None
 
 
 def _names(setting: Setting, value: object, where: str) -> tuple[str, ...]:
@@ -280,9 +313,9 @@ def _shares(setting: Setting, value: object, where: str) -> tuple[float, ...]:
         raise _bad(setting, value, where)
     try:
         shares = tuple(float(part) for part in parts if not isinstance(part, bool))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise _bad(setting, value, where) from None
-    if len(shares) != len(parts) or not all(math.isfinite(s) and s >= 0 for s in shares):
+    if len(shares) != len(parts) or not all(is_share(share) for share in shares):
         raise _bad(setting, value, where)
     if shares and not any(shares):
         raise _bad(setting, value, where)

@@ -6,6 +6,8 @@ Pure arithmetic in bytes. Knows no window policy and takes no reading: numbers i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
 
 from modeld.shared.capacity import (
     BudgetRow,
@@ -29,6 +31,7 @@ __all__ = [
     "device_budget",
     "device_reserve",
     "estimate_compute_bytes",
+    "kept_part",
     "make_budget",
     "needed_total",
 ]
@@ -108,7 +111,8 @@ class Budget:
     def headroom(self) -> int:
         """Kept for what isn't modelled; nothing of a budget that is spent already."""
         usable = max(0, self.total)
-        return usable - int(usable * (1.0 - self.headroom_fraction))
+        part, whole = kept_part(self.headroom_fraction)
+        return usable - usable * part // whole
 
     @property
     def spendable(self) -> int:
@@ -179,20 +183,20 @@ class Budget:
         return tuple(row for row in rows if row.bytes)
 
 
+@lru_cache(maxsize=64)
+def kept_part(headroom_fraction: float) -> tuple[int, int]:
+    """What headroom leaves of a budget, as numerator and denominator: sums are exact however
+    large they are. The fraction is the decimal that was written, from 0 to below 1.
+    """
+    kept = 1 - Fraction(str(headroom_fraction))
+    return kept.numerator, kept.denominator
+
+
 def needed_total(spend_bytes: int, headroom_fraction: float) -> int:
     """The smallest budget that leaves ``spend_bytes`` beside its headroom."""
 
-    def spendable(total: int) -> int:
-        return int(total * (1.0 - headroom_fraction))
-
-    if spend_bytes <= 0:
-        return 0
-    total = int(spend_bytes / (1.0 - headroom_fraction))
-    while spendable(total) >= spend_bytes:
-        total -= 1
-    while spendable(total) < spend_bytes:
-        total += 1
-    return total
+    part, whole = kept_part(headroom_fraction)
+    return -(-max(0, spend_bytes) * whole // part)
 
 
 def make_budget(

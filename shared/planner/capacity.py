@@ -33,6 +33,7 @@ from modeld.shared.capacity import (
     ModelFacts,
     Number,
     Reason,
+    Refusal,
     Resolution,
     SixNumbers,
     SlotUse,
@@ -42,7 +43,8 @@ from modeld.shared.planner.budget import NO_COMPANIONS
 from modeld.shared.planner.costs import NO_MEASURE, Costs
 from modeld.shared.planner.kv_math import round_up
 from modeld.shared.planner.placement import MAX_CONTEXT_TOKENS, Layout, Spread
-from modeld.shared.planner.remedies import refuse
+from modeld.shared.planner.remarks import remarks
+from modeld.shared.planner.remedies import refuse, refuse_sessions
 from modeld.shared.planner.report import budget_rows, device_plans, placement_word
 from modeld.shared.planner.windows import Decision, Problem, ceilings_of, decide, decide_number
 
@@ -102,10 +104,15 @@ def survey(
     problem = Problem(facts, request, policy, machine, use, companions, measure)
     problem.check()
     if problem.blind:
-        return _blind(problem)
+        found = _blind(problem)
+        if problem.beyond_max_sessions:
+            return _nothing(found, problem, refuse_sessions(problem, None))
+        return found
     decision = decide(problem)
+    if problem.beyond_max_sessions:
+        return _refused(decision, refuse_sessions(problem, decision))
     if decision.spread is None:
-        return _refused(decision, alternatives)
+        return _refused(decision, refuse(decision, alternatives))
     return _resolution(decision, decision.spread)
 
 
@@ -204,6 +211,7 @@ def _resolution(decision: Decision, spread: Spread) -> Resolution:
         tensor_split=spread.tensor_split,
         devices=device_plans(layout, spread),
         shed=bool(layout.devices) and not layout.fixed and spread.gpu_layers < layout.total,
+        findings=remarks(problem, spread.gpu_layers),
     )
 
 
@@ -221,11 +229,14 @@ def _to_free(layout: Layout, spread: Spread) -> int:
     )
 
 
-def _refused(decision: Decision, alternatives: Sequence[ModelFacts]) -> Resolution:
-    refusal = refuse(decision, alternatives)
-    problem, layout = decision.problem, decision.layout
-    attempt = layout.attempt(decision.allocated, decision.need)
+def _refused(decision: Decision, refusal: Refusal) -> Resolution:
+    attempt = decision.layout.attempt(decision.allocated, decision.need)
     served = _resolution(replace(decision, spread=attempt), attempt)
+    return _nothing(served, decision.problem, refusal)
+
+
+def _nothing(served: Resolution, problem: Problem, refusal: Refusal) -> Resolution:
+    """The plan as one that serves nothing."""
     nothing = Number(0, refusal.bound)
     held = Number(problem.use.cells, refusal.bound)
     numbers = replace(served.numbers, effective=nothing, hot=held, planner=nothing)
@@ -306,4 +317,5 @@ def _blind(problem: Problem) -> Resolution:
         allocated=allocated,
         gpu_layers=there,
         tensor_split=use.tensor_split if there else (),
+        findings=remarks(problem, there),
     )

@@ -10,6 +10,7 @@ exact. KV and states of a layer live where it lives. The token embedding stays o
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -90,6 +91,11 @@ def usable(devices: Sequence[DeviceReading]) -> tuple[DeviceReading, ...]:
     )
 
 
+def unread(devices: Sequence[DeviceReading]) -> tuple[DeviceReading, ...]:
+    """Accelerators that the engine can use, and whose memory could not be read."""
+    return tuple(device for device in devices if device.engine_name and not device.known)
+
+
 @lru_cache(maxsize=1024)
 def engine_counts(layers: int, split: tuple[float, ...]) -> tuple[int, ...]:
     """How many of ``layers`` the engine gives each accelerator, in its float32 arithmetic.
@@ -98,7 +104,7 @@ def engine_counts(layers: int, split: tuple[float, ...]) -> tuple[int, ...]:
     """
     total = 0.0
     ends = []
-    for share in split:
+    for share in _scaled(split):
         total = _f32(total + _f32(share))
         ends.append(total)
     if not total > 0:
@@ -109,6 +115,17 @@ def engine_counts(layers: int, split: tuple[float, ...]) -> tuple[int, ...]:
         at = _f32(layer / layers)
         counts[next(i for i, end in enumerate(ends) if end > at)] += 1
     return tuple(counts)
+
+
+def _scaled(split: tuple[float, ...]) -> tuple[float, ...]:
+    """The same shares, by a power of two where their sum would be 0 or infinite in single
+    precision: by that nothing else of the engine's arithmetic changes.
+    """
+    most = max(split, default=0.0)
+    if 1e-30 <= most <= 1e30:
+        return split
+    exponent = math.frexp(most)[1]
+    return tuple(math.ldexp(share, -exponent) for share in split)
 
 
 def _f32(value: float) -> float:

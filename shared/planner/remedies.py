@@ -1,6 +1,6 @@
 """What a refused plan is short of, and what would make it fit. Each remedy was tried.
 
-Owns the numbers and the words of a refusal. Raises nothing: whoever asked decides what to do.
+Owns the numbers of a refusal and its remedies. Raises nothing: whoever asked decides what to do.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from modeld.shared.capacity import (
 from modeld.shared.errors import InvalidRequest
 from modeld.shared.planner.budget import Budget, needed_total
 from modeld.shared.planner.placement import HOST, Layout, Place, Spread
+from modeld.shared.planner.refusal_words import explain_refusal
 from modeld.shared.planner.report import place_budgets
 from modeld.shared.planner.windows import Decision, Problem, ceilings_of, decide
 
@@ -106,10 +107,15 @@ def _numbers(decision: Decision, short: _Short, remedies: tuple[Remedy, ...]) ->
         "headroom_bytes": budget.headroom,
         "room_bytes": budget.contexts - need * short.compute,
         "short_bytes": sum(short.missing),
+        "open_sessions": problem.use.sessions,
+        "held_bytes": held_bytes(problem.use),
         "largest_window": value.get("window", "0"),
         "k_type_that_fits": value.get("k_type", ""),
+        "sessions_that_fit": value.get("sessions", ""),
         "layers_that_fit": value.get("gpu_layers", ""),
         "model_that_fits": value.get("model", ""),
+        "bytes_to_free": value.get("free", ""),
+        "limit_that_fits": value.get("device_limit", value.get("user_limit", "")),
         "remedies": "; ".join(remedy.text for remedy in remedies),
     }
     if decision.layout.devices:
@@ -137,6 +143,43 @@ def _place_numbers(layout: Layout, spread: Spread) -> Iterator[tuple[str, object
         yield f"{prefix}_left_bytes", budget.contexts - part.context
 
 
+def refuse_sessions(problem: Problem, decision: Decision | None) -> Refusal:
+    """The refusal of more sessions than the operator lets be open, whatever the memory.
+
+    ``decision`` is None where nothing can be promised of memory; its sum is then unknown.
+    """
+    asked, most = problem.request.sessions, problem.policy.max_sessions
+    remedies = list(_by_sessions(problem, 1, most))
+    raised = replace(problem, policy=replace(problem.policy, max_sessions=asked))
+    if admits(raised):
+        remedies.append(Remedy("max_sessions", str(asked), f"set max_sessions to {asked}"))
+    numbers: dict[str, object] = {
+        "model": problem.facts.name,
+        "window": problem.request.window,
+        "needed_bytes": "unknown",
+        "short_bytes": "unknown",
+    }
+    if decision is not None:
+        numbers = _numbers(decision, _find_short(decision), tuple(remedies))
+    numbers |= {
+        "bound": Reason.USER_LIMIT.value,
+        "max_sessions": most,
+        "sessions_asked": asked,
+        "remedies": "; ".join(remedy.text for remedy in remedies),
+    }
+    advice = ", or ".join(remedy.text for remedy in remedies)
+    advice = advice or "memory doesn't hold one such session either"
+    return Refusal(
+        bound=Reason.USER_LIMIT,
+        message=(
+            f"Room for {asked} sessions of {problem.facts.name} was asked for, and the setting "
+            f"max_sessions lets {most} be open at once: {advice}."
+        ),
+        numbers=tuple((key, str(value)) for key, value in numbers.items()),
+        remedies=tuple(remedies),
+    )
+
+
 # --- what would make it fit -----------------------------------------------------------------------
 
 
@@ -146,7 +189,16 @@ def admits(problem: Problem) -> bool:
         problem.check()
     except InvalidRequest:
         return False
+    if problem.beyond_max_sessions:
+        return False
     return bool(problem.blind) or decide(problem).spread is not None
+
+
+def held_bytes(use: SlotUse) -> int:
+    """What the contexts of open sessions hold over all memories, beyond what is reclaimable."""
+    resident = use.resident_bytes + sum(row.resident_bytes for row in use.on_devices)
+    reclaimable = use.reclaimable_bytes + sum(row.reclaimable_bytes for row in use.on_devices)
+    return max(0, resident - reclaimable)
 
 
 def use_after_switch(use: SlotUse) -> SlotUse:
@@ -207,11 +259,23 @@ def _by_request(decision: Decision) -> Iterator[Remedy]:
         if other.costs().kv(decision.allocated) < decision.costs.kv(decision.allocated):
             yield Remedy("k_type", kv_type, f"ask for k_type {kv_type}")
             break
-    for sessions in range(decision.need - 1, 0, -1):
-        asked = problem.use.sessions + sessions
-        if admits(replace(problem, request=replace(request, sessions=asked))):
-            yield Remedy("sessions", str(asked), f"ask for room for {asked} sessions")
-            break
+    there = problem.use.sessions
+    yield from _by_sessions(problem, there + 1, there + decision.need - 1)
+
+
+def _by_sessions(problem: Problem, low: int, high: int) -> Iterator[Remedy]:
+    """The most sessions from ``low`` to ``high`` that would be admitted. Where some number is,
+    every smaller one is as well.
+    """
+    most = 0
+    while low <= high:
+        asked = (low + high) // 2
+        if admits(replace(problem, request=replace(problem.request, sessions=asked))):
+            most, low = asked, asked + 1
+        else:
+            high = asked - 1
+    if most:
+        yield Remedy("sessions", str(most), f"ask for room for {most} sessions")
 
 
 def _by_placement(decision: Decision) -> Iterator[Remedy]:
@@ -308,49 +372,3 @@ def _fits_with(
     places[index] = replace(places[index], budget=changed)
     there = layout.with_places(places[0], tuple(places[1:]))
     return there.spread(decision.allocated, decision.need) is not None
-
-
-# --- in words ----------------------------------------------------------------------------------
-
-
-def explain_refusal(numbers: dict[str, object]) -> str:
-    """The refusal in words, from its own numbers: what is short, the sum, and what to do."""
-    by_limit = numbers["budget_term"] == Reason.USER_LIMIT.value
-    source = (
-        "user limit {user_limit_bytes} - {resident_bytes} resident"
-        if by_limit
-        else "{free_bytes} free + {loaded_bytes} loaded + {reclaimable_bytes} reclaimable"
-        " - {promised_bytes} promised to open contexts - {reserve_bytes} reserve"
-    )
-    beside = "".join(
-        f" + {{{key}}} {name}"
-        for key, name in (
-            ("projector_bytes", "projector"),
-            ("projector_compute_bytes", "projector's buffer"),
-            ("adapter_bytes", "adapters"),
-            ("draft_bytes", "draft model"),
-        )
-        if numbers[key]
-    )
-    contexts = "{kv_bytes} KV + {compute_bytes} compute"
-    if numbers["sessions"] != 1:
-        contexts = f"{{sessions}} sessions of {contexts}"
-    text = (
-        "Not enough memory for {model} with a window of {window} tokens ({asked_by})"
-        + (" on {place_name}" if numbers["place"] != HOST else "")
-        + ": it needs {needed_bytes} bytes ({weights_bytes} weights"
-        + f"{beside} + {contexts}), and the budget is {{budget_bytes}} bytes ({source}) less "
-        "{headroom_bytes} headroom. "
-    )
-    if numbers["largest_window"] != "0":
-        text += "The largest window that fits is {largest_window} tokens: ask for at most that"
-    else:
-        text += "No window fits: use a smaller or more quantised model"
-    if numbers["k_type_that_fits"]:
-        text += ", or for k_type {k_type_that_fits}"
-    if numbers["layers_that_fit"]:
-        text += ", or put {layers_that_fit} layers on accelerators (gpu_layers, or placement=shed)"
-    if numbers["model_that_fits"]:
-        text += ", or use {model_that_fits}"
-    text += ", or raise the limit." if by_limit else ", or free memory."
-    return text.format(**numbers)

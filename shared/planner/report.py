@@ -5,12 +5,13 @@ Decides nothing: what it is given has been decided.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from modeld.shared.capacity import BudgetRow, DevicePlan
+from modeld.shared.capacity import BudgetRow, DevicePlan, DeviceReading
 from modeld.shared.planner.budget import Budget
 from modeld.shared.planner.costs import Costs
-from modeld.shared.planner.placement import HOST, Layout, Part, Place, Spread, usable
+from modeld.shared.planner.placement import HOST, Layout, Part, Place, Spread, unread, usable
 from modeld.shared.planner.windows import Problem
 
 
@@ -102,13 +103,31 @@ def _placement_note(problem: Problem, layout: Layout, spread: Spread) -> str:
     if not devices:
         return "no accelerator: everything is host memory"
     if not usable(devices):
-        names = ", ".join(
-            f"{device.name} ({device.note})" if device.note else device.name for device in devices
-        )
-        return f"no engine here can use {names}: everything is host memory"
+        return f"{_unused(devices)}: everything is host memory"
     if problem.facts.model_type != "llama":
         return f"{problem.facts.model_type} models are planned on the host only"
     return "0 layers are to be on accelerators: everything is host memory"
+
+
+def _unused(devices: Sequence[DeviceReading]) -> str:
+    """Why nothing can be placed on any of these."""
+    lost = unread(devices)
+    shared = [one for one in devices if one.known and one.engine_name and one.shared_memory]
+    others = [one for one in devices if one not in lost and one not in shared]
+    said = []
+    if lost:
+        said.append(f"the memory of {_names(lost)} could not be read")
+    if shared:
+        said.append(f"{_names(shared)} uses the host's memory")
+    if others:
+        said.append(f"no engine here can use {_names(others)}")
+    return ", and ".join(said)
+
+
+def _names(devices: Sequence[DeviceReading]) -> str:
+    return ", ".join(
+        f"{device.name} ({device.note})" if device.note else device.name for device in devices
+    )
 
 
 def placement_word(layout: Layout, spread: Spread) -> str:

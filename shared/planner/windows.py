@@ -5,7 +5,6 @@ Pure: facts, policy, readings and a request in. Knows no report and no refusal's
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from modeld.shared.capacity import (
@@ -36,6 +35,8 @@ from modeld.shared.planner.placement import (
 )
 
 Bound = tuple[int, Reason]
+MAX_SESSIONS = 1024  # that may be asked for; the setting max_sessions allows no more
+LEAST_SHARE, MOST_SHARE = 1e-6, 1e6  # of tensor_split, beside 0
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ class Problem:
         facts, request, policy = self.facts, self.request, self.policy
         if request.window < 0:
             raise InvalidRequest.of("window", request.window, "0 (automatic) or a number of tokens")
-        if request.sessions < 0:
-            raise InvalidRequest.of("sessions", request.sessions, "0 (the policy's) or a number")
+        if not 0 <= request.sessions <= MAX_SESSIONS:
+            allowed = f"0 (the policy's) or a number up to {MAX_SESSIONS}"
+            raise InvalidRequest.of("sessions", request.sessions, allowed)
         check_types_for(facts.model_type, facts.layers, request.k_type, request.v_type)
         limits = [n for n in (request.window, facts.model_max, policy.max_window) if n]
         if request.window and min(limits) > MAX_CONTEXT_TOKENS:
@@ -84,8 +86,19 @@ class Problem:
             raise InvalidRequest.of("headroom", policy.headroom, "from 0 to below 1")
         if policy.floor_window < 1:
             raise InvalidRequest.of("floor_window", policy.floor_window, "at least 1 token")
-        if not all(math.isfinite(share) and share >= 0 for share in policy.tensor_split):
-            raise InvalidRequest.of("tensor_split", policy.tensor_split, "shares from 0 up")
+        if not all(is_share(share) for share in policy.tensor_split):
+            allowed = f"shares of 0, or from {LEAST_SHARE:g} to {MOST_SHARE:.0f}"
+            raise InvalidRequest.of("tensor_split", policy.tensor_split, allowed)
+
+    @property
+    def beyond_max_sessions(self) -> bool:
+        """Whether more sessions are asked for than the operator lets be open at once."""
+        return self.request.sessions > self.policy.max_sessions
+
+
+def is_share(share: float) -> bool:
+    """Whether it can stand in a ``tensor_split``."""
+    return share == 0 or LEAST_SHARE <= share <= MOST_SHARE
 
 
 @dataclass(frozen=True)

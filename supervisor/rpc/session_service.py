@@ -50,7 +50,6 @@ from modeld.v1 import session_pb2 as pb
 from modeld.v1 import session_pb2_grpc
 
 MAX_NAME = 256
-MAX_SESSIONS = 1024
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
@@ -605,8 +604,6 @@ def _check_said(*parts: pb.Prompt) -> None:
 
 
 def _what_if(request: pb.DescribeRequest, wanted: CapacityRequest) -> WhatIf:
-    if not 0 <= request.sessions <= MAX_SESSIONS:
-        raise InvalidRequest.of("sessions", request.sessions, f"0 to {MAX_SESSIONS}")
     companions = Companions(
         projector_bytes=request.companions.projector_bytes,
         projector_compute_bytes=request.companions.projector_compute_bytes,

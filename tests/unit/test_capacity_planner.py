@@ -21,9 +21,16 @@ from modeld.shared.capacity import (
     SlotUse,
 )
 from modeld.shared.errors import InsufficientMemory, InvalidRequest
-from modeld.shared.planner.budget import default_reserve, estimate_compute_bytes
-from modeld.shared.planner.capacity import MAX_CONTEXT_TOKENS, confirm, resolve
+from modeld.shared.planner.budget import (
+    NO_COMPANIONS,
+    Budget,
+    default_reserve,
+    estimate_compute_bytes,
+    needed_total,
+)
+from modeld.shared.planner.capacity import MAX_CONTEXT_TOKENS, confirm, resolve, survey
 from modeld.shared.planner.graph import work_bytes
+from modeld.shared.planner.windows import Decision, Problem, decide
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -383,6 +390,8 @@ def test_an_explicit_window_below_the_floor_is_served_where_the_floor_is_not() -
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
+        (CapacityRequest(sessions=-1), "sessions"),
+        (CapacityRequest(sessions=1025), "sessions"),
         (CapacityRequest(window=-1), "window"),
         (CapacityRequest(k_type="q9"), "k_type"),
         (CapacityRequest(v_type=""), "v_type"),
@@ -407,6 +416,127 @@ def test_an_answer_is_not_accepted_as_a_request() -> None:
         resolve(SMOL, answer, POLICY, PLENTY, FRESH)  # type: ignore[arg-type]
     with pytest.raises(AttributeError):
         resolve(SMOL, answer.numbers, POLICY, PLENTY, FRESH)  # type: ignore[arg-type]
+
+
+# --- headroom ----------------------------------------------------------------------------------
+
+
+def budget_of(free: int, headroom: float) -> Budget:
+    return Budget(free, 0, 0, 0, 0, 0, 0, 0, headroom, NO_COMPANIONS)
+
+
+@given(
+    st.integers(0, 1 << 80),
+    st.one_of(
+        st.sampled_from([0.0, 0.02, 0.1, 0.2, 0.3, 1e-300, 0.9999999999999999]),
+        st.floats(0, 1, exclude_max=True),
+    ),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_budget_that_is_needed_is_the_least_that_leaves_enough(
+    spend: int, headroom: float
+) -> None:
+    total = needed_total(spend, headroom)
+    there = budget_of(total, headroom)
+    assert there.headroom + there.spendable == total
+    assert there.spendable >= spend
+    if total:
+        assert budget_of(total - 1, headroom).spendable < spend
+
+
+def test_headroom_is_the_fraction_that_was_written() -> None:
+    assert budget_of(100 * 10**30, 0.02).headroom == 2 * 10**30
+    assert needed_total(98 * 10**30, 0.02) == 100 * 10**30
+
+
+# --- sessions --------------------------------------------------------------------------------
+
+
+def test_more_sessions_than_may_be_open_are_refused_by_the_setting() -> None:
+    asked = CapacityRequest(window=512, sessions=9)
+    found = survey(SMOL, asked, POLICY, PLENTY, FRESH)
+    assert found.refusal is not None
+    assert found.refusal.bound is Reason.USER_LIMIT
+    assert "the setting max_sessions lets 8 be open" in found.refusal.message
+    values = {remedy.kind: remedy.value for remedy in found.refusal.remedies}
+    assert values == {"sessions": "8", "max_sessions": "9"}
+    assert found.numbers.effective.tokens == found.allocated == 0
+    assert int(dict(found.refusal.numbers)["kv_bytes"]) == 512 * 23040
+    with pytest.raises(InsufficientMemory, match="max_sessions"):
+        resolve(SMOL, asked, POLICY, PLENTY, FRESH)
+    assert resolve(SMOL, replace(asked, sessions=8), POLICY, PLENTY, FRESH).max_sessions == 8
+    raised = replace(POLICY, max_sessions=9)
+    assert resolve(SMOL, asked, raised, PLENTY, FRESH).max_sessions == 9
+
+
+def test_the_setting_refuses_where_memory_is_unknown_too() -> None:
+    blind = MachineReading(MemorySnapshot(0, 0, known=False))
+    found = survey(SMOL, CapacityRequest(sessions=9), POLICY, blind, FRESH)
+    assert found.refusal is not None
+    assert found.refusal.bound is Reason.USER_LIMIT
+    assert dict(found.refusal.numbers)["needed_bytes"] == "unknown"
+    assert not found.numbers.memory_fit.known
+
+
+def test_a_full_slot_is_planned_and_said_to_be_full() -> None:
+    full = resolve(SMOL, AUTO, POLICY, PLENTY, SlotUse(sessions=8))
+    assert full.findings == ("all 8 sessions (max_sessions) are open: one must close first",)
+    assert resolve(SMOL, AUTO, POLICY, PLENTY, SlotUse(sessions=7)).findings == ()
+
+
+def test_the_most_sessions_that_fit_are_found_in_few_tries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries = 0
+    plain = decide
+
+    def counted(problem: Problem) -> Decision:
+        nonlocal tries
+        tries += 1
+        return plain(problem)
+
+    monkeypatch.setattr("modeld.shared.planner.remedies.decide", counted)
+    policy = replace(POLICY, max_sessions=1024)
+    asked = CapacityRequest(window=4096, sessions=1024)
+    found = survey(SMOL, asked, policy, memory(2 * GIB), FRESH)
+    assert found.refusal is not None
+    assert tries <= 30
+    (most,) = (int(one.value) for one in found.refusal.remedies if one.kind == "sessions")
+    assert 1 < most < 20
+    assert f"No window fits for 1024 sessions: ask for room for {most} sessions" in (
+        found.refusal.message
+    )
+    resolve(SMOL, replace(asked, sessions=most), policy, memory(2 * GIB), FRESH)
+    with pytest.raises(InsufficientMemory):
+        resolve(SMOL, replace(asked, sessions=most + 1), policy, memory(2 * GIB), FRESH)
+
+
+# --- words of a refusal ----------------------------------------------------------------------
+
+
+def test_where_open_sessions_hold_the_memory_closing_them_is_the_advice() -> None:
+    use = SlotUse(
+        weights_resident=True,
+        cells=8192,
+        resident_bytes=8192 * 23040,
+        sessions=2,
+    )
+    found = survey(SMOL, AUTO, POLICY, memory(560 * MIB), use)
+    assert found.refusal is not None
+    message = found.refusal.message
+    assert "smaller or more quantised model" not in message
+    assert f"2 open sessions, which hold {8192 * 23040} bytes: close sessions" in message
+
+
+def test_freeing_memory_is_advised_only_where_so_much_is_taken() -> None:
+    told = refusal(600 * MIB)
+    assert "free " in told["remedies"]
+    assert told["message"].endswith(", or free memory.")
+    small = MachineReading(MemorySnapshot(total_bytes=600 * MIB, available_bytes=600 * MIB))
+    found = survey(SMOL, AUTO, POLICY, small, FRESH)
+    assert found.refusal is not None
+    assert "free" not in {remedy.kind for remedy in found.refusal.remedies}
+    assert found.refusal.message.endswith("use a smaller or more quantised model.")
 
 
 # --- the report ------------------------------------------------------------------------------

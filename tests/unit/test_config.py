@@ -171,6 +171,80 @@ def test_defaults_give_way_but_what_was_asked_for_must_agree(tmp_path: Path) -> 
         load_config({"n_batch": 128, "n_ubatch": 256}, {}, tmp_path)
 
 
+def test_a_what_if_lets_defaults_give_way_and_nothing_that_was_asked_for(tmp_path: Path) -> None:
+    plain = load_config({}, {}, tmp_path)
+    shorter = plain.with_settings({"max_window": "2048", "n_batch": "128"}, "what_if")
+    assert (shorter.floor_window, shorter.n_ubatch) == (2048, 128)
+    longer = shorter.with_settings({"max_window": "8192"}, "what_if")
+    assert longer.floor_window == 4096, "as load_config would have it"
+    narrow = load_config({"max_window": 2048}, {}, tmp_path)
+    assert narrow.with_settings({"max_window": "0"}, "what_if").floor_window == 4096
+    given = load_config({"floor_window": 4096, "n_ubatch": 512}, {}, tmp_path)
+    with pytest.raises(ConfigError, match="floor_window \\(4096\\) is more than max_window"):
+        given.with_settings({"max_window": "2048"}, "what_if")
+    with pytest.raises(ConfigError, match="n_ubatch \\(512\\) is more than n_batch"):
+        given.with_settings({"n_batch": "128"}, "what_if")
+    with pytest.raises(ConfigError, match="what_if: floor_window"):
+        plain.with_settings({"max_window": "2048", "floor_window": "4096"}, "what_if")
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "iq4_nl"])
+def test_quantised_values_are_refused_at_start_with_the_reason(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"flag --v-type: .*flash attention, which is off"):
+        load_config({"v_type": kind}, {}, tmp_path)
+    config = load_config({"v_type": "bf16", "k_type": kind}, {}, tmp_path)
+    assert (config.k_type, config.v_type) == (kind, "bf16")
+
+
+@pytest.mark.parametrize(
+    "name", ["reserve_bytes", "user_limit_bytes", "device_reserve_bytes", "device_limit_bytes"]
+)
+@pytest.mark.parametrize("size", ["2EiB", str((1 << 60) + 1), "9" * 5000, "9" * 400 + ".5"])
+def test_sizes_beyond_any_machine_are_refused(tmp_path: Path, name: str, size: str) -> None:
+    with pytest.raises(ConfigError, match="from 0 to 1EiB") as caught:
+        load_config({name: size}, {}, tmp_path)
+    assert len(caught.value.message) < 500
+    assert getattr(load_config({name: "1EiB"}, {}, tmp_path), name) == 1 << 60
+
+
+@pytest.mark.parametrize("name", ["max_window", "floor_window"])
+def test_windows_beyond_what_an_engine_takes_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="from 256 to 16777216"):
+        load_config({name: 16_777_217}, {}, tmp_path)
+    assert getattr(load_config({name: 16_777_216}, {}, tmp_path), name) == 16_777_216
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "reserve_bytes = " + "9" * 5000,
+        "reserve_bytes = 0x" + "f" * 5000,
+        "session_ttl_s = 1" + "0" * 400,
+        "tensor_split = [1" + "0" * 400 + "]",
+    ],
+)
+def test_numbers_that_nothing_holds_are_refused_as_settings_are(tmp_path: Path, line: str) -> None:
+    write(tmp_path, line + "\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config({}, {}, tmp_path)
+    assert str(tmp_path / "modeld.toml") in caught.value.message
+    assert len(caught.value.message) < 600
+
+
+@pytest.mark.parametrize("shares", ["1e300,1", "3e38,3e38", "1e-50,1e-50", "1,1e7", "0,0", "nan,1"])
+def test_shares_that_no_split_needs_are_refused(tmp_path: Path, shares: str) -> None:
+    with pytest.raises(ConfigError, match=r"each 0 or from 0\.000001 to 1000000, not all 0"):
+        load_config({"tensor_split": shares}, {}, tmp_path)
+    assert load_config({"tensor_split": "0,1e-6,1e6"}, {}, tmp_path).tensor_split == (0, 1e-6, 1e6)
+
+
+def test_the_policy_has_the_devices_that_were_named(tmp_path: Path) -> None:
+    named = load_config({"devices": "CUDA0"}, {}, tmp_path).capacity_policy()
+    assert named.devices == ("CUDA0",)
+    none = load_config({"devices": "none"}, {}, tmp_path).capacity_policy()
+    assert (none.devices, none.gpu_layers) == ((), 0)
+
+
 def test_data_root_too_long_for_a_socket_gets_a_short_one_of_its_own(tmp_path: Path) -> None:
     long, other = tmp_path / ("d" * 100), tmp_path / ("e" * 100)
     path = load_config({}, {}, long).socket_path

@@ -470,3 +470,44 @@ def test_settings_of_a_family_that_contradict_themselves_are_refused(
     with pytest.raises(ModelLoadFailed) as refused:
         facts_of(tmp_path, architecture, **settings)
     assert said in refused.value.message
+
+
+# --- what no model has -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"expert_count": 8, "expert_used_count": 9}, "expert_used_count is 9, more than its 8"),
+        ({"expert_count": 8, "expert_used_count": 2**32 - 1}, "more than its 8 experts"),
+        ({"expert_count": 0, "expert_used_count": 2}, "more than its 0 experts"),
+        ({"expert_count": 1025, "expert_used_count": 1}, "at most 1024"),
+        ({"expert_feed_forward_length": 2**32 - 1}, "expert_feed_forward_length is 4294967295"),
+        ({"feed_forward_length": 2**20 + 1}, "feed_forward_length is 1048577"),
+        ({"embedding_length": 2**32 - 1}, "embedding_length is 4294967295"),
+        ({"attention__head_count": 2**16 + 1}, "attention.head_count is 65537"),
+    ],
+)
+def test_experts_and_widths_that_no_engine_takes_are_refused(
+    tmp_path: Path, settings: dict[str, Setting], words: str
+) -> None:
+    with pytest.raises(ModelLoadFailed, match=words):
+        facts_of(tmp_path, "llama", 2, **settings)
+
+
+def test_experts_within_bounds_are_read(tmp_path: Path) -> None:
+    facts = facts_of(
+        tmp_path,
+        "llama",
+        2,
+        expert_count=1024,
+        expert_used_count=1024,
+        expert_feed_forward_length=64,
+    )
+    assert (facts.experts_used, facts.expert_feed_forward_length) == (1024, 64)
+
+
+@pytest.mark.parametrize("architecture", ["hunyuan-dense", "hunyuan_vl"])
+def test_the_one_expert_of_a_dense_family_is_none(tmp_path: Path, architecture: str) -> None:
+    facts = facts_of(tmp_path, architecture, 2, expert_count=1, expert_used_count=1)
+    assert facts.experts_used == 0

@@ -65,6 +65,10 @@ def note(found: Resolution) -> str:
     return next(row.note for row in found.budget if row.name == "placement")
 
 
+def findings(found: Resolution) -> str:
+    return "\n".join(found.findings)
+
+
 # --- one accelerator -------------------------------------------------------------------------
 
 
@@ -159,6 +163,71 @@ def test_a_device_that_no_engine_can_use_is_named_and_not_used() -> None:
     found = plan(model(), there)
     assert found.placement == "host"
     assert "no engine here can use a card" in note(found)
+
+
+def test_a_device_whose_memory_was_not_read_is_told_from_one_that_no_engine_can_use() -> None:
+    silent = replace(device(24 * GIB), known=False, name="a silent card", note="timed out")
+    other = device(24 * GIB, number=1, engine_name="")
+    found = plan(model(), replace(machine(), devices=(silent, other)))
+    assert note(found) == (
+        "the memory of a silent card (timed out) could not be read, and no engine here can use "
+        "a card: everything is host memory"
+    )
+    assert findings(found) == (
+        "CUDA0 (a silent card) is not used: its memory could not be read (timed out)"
+    )
+    shared = replace(device(24 * GIB), shared_memory=True)
+    assert "a card uses the host's memory" in note(
+        plan(model(), replace(machine(), devices=(shared,)))
+    )
+
+
+def test_an_unread_card_is_told_of_where_another_is_used_too() -> None:
+    silent = replace(device(24 * GIB, number=1), known=False)
+    found = plan(model(), replace(machine(24 * GIB), devices=(device(24 * GIB), silent)))
+    assert found.placement == "device"
+    assert "CUDA1 (a card) is not used" in findings(found)
+    assert plan(model(), machine(24 * GIB)).findings == ()
+    none_wanted = plan(
+        model(), replace(machine(), devices=(silent,)), policy=replace(POLICY, gpu_layers=0)
+    )
+    assert none_wanted.findings == ()
+
+
+def test_layers_that_the_operator_wanted_on_accelerators_in_vain_are_told_of() -> None:
+    wanted = replace(POLICY, gpu_layers=20)
+    assert "gpu_layers is 20, and 0 are planned: no accelerator here" in findings(
+        plan(model(), machine(), policy=wanted)
+    )
+    assert plan(model(), machine(24 * GIB), policy=wanted).findings == ()
+    many = plan(model(), machine(24 * GIB), policy=replace(POLICY, gpu_layers=999))
+    assert "gpu_layers is 999, and 33 are planned: the model has 33 layers" in findings(many)
+    loaded = SlotUse(weights_resident=True, gpu_layers=0)
+    assert "the model was loaded so" in findings(
+        plan(model(), machine(24 * GIB), policy=wanted, use=loaded)
+    )
+
+
+def test_devices_and_shares_that_lead_nowhere_are_told_of() -> None:
+    policy = replace(POLICY, tensor_split=(1.0, 2.0), devices=("CUDA7",))
+    missing = "devices names 'CUDA7', which isn't here"
+    there = replace(machine(), notes=("a probe found nothing", missing))
+    found = plan(model(), there, policy=policy)
+    assert found.findings[0] == missing
+    assert "devices and tensor_split are set, and no accelerator here can be used" in findings(
+        found
+    )
+    assert "a probe found nothing" not in findings(found)
+    there = machine(24 * GIB, 24 * GIB)
+    assert plan(model(), there, policy=replace(policy, devices=("CUDA0", "CUDA1"))).findings == ()
+
+
+def test_a_host_that_cannot_be_read_is_said_to_leave_its_cards_unused() -> None:
+    there = machine(24 * GIB)
+    found = plan(model(), replace(there, host=replace(there.host, known=False)))
+    assert found.placement == "host"
+    assert "no memory reading: nothing is promised" in findings(found)
+    assert "without CUDA0" in findings(found)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +400,18 @@ def test_the_operator_s_split_is_kept() -> None:
     assert plan(model(), machine(24 * GIB, 24 * GIB), policy=turned).tensor_split == (0.0, 33.0)
 
 
-@pytest.mark.parametrize("split", [(-1.0, 2.0), (float("nan"),), (float("inf"), 1.0)])
+@pytest.mark.parametrize(
+    "split",
+    [
+        (-1.0, 2.0),
+        (float("nan"),),
+        (float("inf"), 1.0),
+        (1e300, 1.0),
+        (3e38, 3e38),
+        (1e-50, 1e-50),
+        (1.0, 1e7),
+    ],
+)
 def test_shares_that_are_none_are_refused(split: tuple[float, ...]) -> None:
     with pytest.raises(InvalidRequest, match="tensor_split"):
         plan(model(), machine(24 * GIB), policy=replace(POLICY, tensor_split=split))
@@ -382,6 +462,21 @@ def test_counts_of_layers_as_shares_are_followed_exactly(counts: list[int]) -> N
     placed = [engine_device_of(layer, layers, split) for layer in range(layers)]
     assert placed == sorted(placed)
     assert [placed.count(i) for i in range(len(counts))] == counts
+
+
+@pytest.mark.parametrize(
+    ("split", "counts"),
+    [
+        ((1e300, 1.0), (10, 0)),
+        ((3e38, 3e38), (5, 5)),
+        ((1e-50, 1e-50), (5, 5)),
+        ((5e-324, 0.0, 5e-324), (5, 0, 5)),
+    ],
+)
+def test_shares_beyond_single_precision_keep_their_proportion(
+    split: tuple[float, ...], counts: tuple[int, ...]
+) -> None:
+    assert engine_counts(10, split) == counts
 
 
 @given(
@@ -442,9 +537,11 @@ def test_sessions_that_must_fit_are_all_made_room_for() -> None:
 def test_open_sessions_count_among_those_that_must_fit() -> None:
     there = machine(12 * GIB)
     asked = CapacityRequest(window=8192, sessions=9)
+    policy = replace(POLICY, max_sessions=9)
     with pytest.raises(InsufficientMemory):
-        plan(model(), there, asked)
-    assert plan(model(), there, asked, use=SlotUse(sessions=8)).numbers.effective.tokens == 8192
+        plan(model(), there, asked, policy)
+    found = plan(model(), there, asked, policy, SlotUse(sessions=8))
+    assert found.numbers.effective.tokens == 8192
 
 
 def test_measured_bytes_stand_in_their_device_s_row() -> None:
@@ -538,6 +635,8 @@ def follow(
         request = replace(request, sessions=int(value))
     elif remedy.kind == "k_type":
         request = replace(request, k_type=value)
+    elif remedy.kind == "max_sessions":
+        policy = replace(policy, max_sessions=int(value))
     elif remedy.kind == "gpu_layers":
         policy = replace(policy, gpu_layers=int(value))
     elif remedy.kind == "placement":
@@ -594,7 +693,8 @@ def test_every_remedy_of_every_refusal_makes_the_plan_fit(
     if found.refusal is None:
         return
     told = dict(found.refusal.numbers)
-    assert int(told["short_bytes"]) > 0
+    if request.sessions <= policy.max_sessions:
+        assert int(told["short_bytes"]) > 0
     for remedy in found.refusal.remedies:
         after = follow(remedy, facts, request, policy, there, use, [smaller], beside)
         assert after.refusal is None, remedy
@@ -637,7 +737,7 @@ def test_every_plan_keeps_its_bounds_and_covers_each_layer_once(
         assert six.effective.tokens <= policy.max_window
     assert 0 <= found.max_sessions <= policy.max_sessions
     if not six.memory_fit.known:
-        assert found.refusal is None
+        assert (found.refusal is None) == (request.sessions <= policy.max_sessions)
         assert not there.host.known or use.gpu_layers > 0
         return
     total = sum(run.count for run in facts.layers) + 1
