@@ -13,7 +13,12 @@ from typing import Any, TypeVar
 import click
 
 from modeld.cli.exit_codes import Exit, exit_code_of, help_text
-from modeld.cli.output import note, report_error, report_unexpected
+from modeld.cli.output import (
+    note,
+    report_error,
+    report_unexpected,
+    spell_out_what_the_stream_lacks,
+)
 from modeld.client import ClientError, data_root_of
 from modeld.shared.errors import ModeldError
 
@@ -92,6 +97,7 @@ class Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
+        spell_out_what_the_stream_lacks()
         try:
             return super().invoke(ctx)
         except (ModeldError, ClientError) as error:

@@ -1,12 +1,15 @@
 """How the command speaks: answers on stdout, everything else on stderr, JSON where asked.
 
-Plain text where the stream is no terminal. Knows no calls.
+Plain text where the stream is no terminal, without control characters: names and notes come from
+files that anybody may have written. Knows no calls.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -33,8 +36,55 @@ def stderr_console() -> Console:
     return Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
 
 
+# --- text that any stream can take ---------------------------------------------------------------
+
+# Controls, which a terminal obeys, and what turns the direction of text or breaks a line.
+_CONTROL = r"\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069"
+_CONTROLS = re.compile(f"[{_CONTROL}]")
+_CONTROLS_IN_A_LINE = re.compile(rf"(?![\t\n])[{_CONTROL}]")
+_PLAIN = {"–": "-", "×": "x", "·": "-", "…": "..."}
+
+
+def one_line(text: str) -> str:
+    """The text without control characters; line breaks and tabs are spaces."""
+    return _CONTROLS.sub("", re.sub(r"[\t\n\r\x0b\x0c\x85\u2028\u2029]+", " ", text))
+
+
+def printable(text: str) -> str:
+    """The text without control characters but line feeds and tabs."""
+    return _CONTROLS_IN_A_LINE.sub("", text)
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    letters = error.object[error.start : error.end]
+    plain = "".join(_PLAIN.get(c, c.encode("ascii", "backslashreplace").decode()) for c in letters)
+    return plain, error.end
+
+
+def spell_out_what_the_stream_lacks() -> None:
+    """Let standard output take any text, in an encoding that doesn't have all of it."""
+    stream = sys.stdout
+    if not isinstance(stream, io.TextIOWrapper):
+        return
+    if stream.errors == "strict" or not _has_all_letters(stream.encoding):
+        codecs.register_error("modeld.plain", _plain)
+        stream.reconfigure(errors="modeld.plain")
+
+
+def _has_all_letters(encoding: str | None) -> bool:
+    try:
+        return codecs.lookup(encoding or "ascii").name.startswith("utf")
+    except LookupError:
+        return False
+
+
+# --- speaking ------------------------------------------------------------------------------------
+
+
 def say(text: str, style: str = "") -> None:
     """A line on stdout."""
+    text = one_line(text)
     if sys.stdout.isatty():
         stdout_console().print(Text(text, style), soft_wrap=True)
     else:
@@ -43,6 +93,7 @@ def say(text: str, style: str = "") -> None:
 
 def note(text: str, style: str = "dim") -> None:
     """A line on stderr, for people."""
+    text = printable(text)
     if sys.stderr.isatty():
         stderr_console().print(Text(text, style), soft_wrap=True)
     else:
@@ -51,16 +102,19 @@ def note(text: str, style: str = "dim") -> None:
 
 def emit_json(value: Any) -> None:
     """One JSON object on stdout."""
-    text = json.dumps(to_plain(value), ensure_ascii=False, indent=2)
-    # A name that isn't UTF-8 is a lone surrogate here: written as JSON's own escape.
+    every_letter = _has_all_letters(sys.stdout.encoding)
+    text = json.dumps(to_plain(value), ensure_ascii=not every_letter, indent=2)
+    # What a terminal obeys is written as JSON's own escape, and so is a name that isn't UTF-8: a
+    # lone surrogate here.
+    text = re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)
     print(text.encode(errors="backslashreplace").decode())
 
 
 def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A table on stdout: boxes on a terminal, aligned columns elsewhere."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    title, cells = one_line(title), [[one_line(str(cell)) for cell in row] for row in rows]
     right = [
-        bool(cells) and all(re.fullmatch(r"[\d,.]*( \w+)?|–", row[i]) for row in cells)
+        bool(cells) and all(re.fullmatch(r"-?[\d,.]*( \w+)?|–", row[i]) for row in cells)
         for i in range(len(headers))
     ]
     if sys.stdout.isatty():

@@ -5,19 +5,19 @@ Shared by the commands that describe and plan. Prints; asks nobody.
 
 from __future__ import annotations
 
-import codecs
-import io
+import re
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from rich.text import Text
 
 from modeld.cli.budget_bar import Line, can_draw, draw
 from modeld.cli.budget_parts import pictures
-from modeld.cli.output import count, say, size, stdout_console, table
+from modeld.cli.output import count, one_line, say, size, stdout_console, table
 from modeld.client import Capability, ContextNumber, ContextNumbers, ContextReason
 from modeld.client.values import Device, Machine, ModelFacts, Refusal, Remedy, Resolution
 
@@ -32,24 +32,6 @@ MEANING = {
 DEFAULT_COLUMNS = 80
 
 Options = Sequence[tuple[str, str]]
-
-
-_PLAIN = {"–": "-", "×": "x", "…": "..."}
-
-
-def _plain(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    letters = error.object[error.start : error.end]
-    plain = "".join(_PLAIN.get(c, c.encode("ascii", "backslashreplace").decode()) for c in letters)
-    return plain, error.end
-
-
-def spell_out_what_the_stream_lacks() -> None:
-    """Let standard output take any text, in an encoding that doesn't have all of it."""
-    stream = sys.stdout
-    if isinstance(stream, io.TextIOWrapper) and not can_draw(stream.encoding):
-        codecs.register_error("modeld.plain", _plain)
-        stream.reconfigure(errors="modeld.plain")
 
 
 def facts_line(name: str, model_type: str, facts: ModelFacts) -> str:
@@ -106,10 +88,10 @@ def picture(plan: Resolution, sessions: int = 0) -> None:
 
 def _print(line: Line) -> None:
     if sys.stdout.isatty():  # rich leaves the colours out where NO_COLOR says so
-        text = Text.assemble(*((run.text, run.style) for run in line))
+        text = Text.assemble(*((one_line(run.text), run.style) for run in line))
         stdout_console().print(text, soft_wrap=True)
     else:
-        print("".join(run.text for run in line))
+        print("".join(one_line(run.text) for run in line))
 
 
 def budget(plan: Resolution) -> None:
@@ -153,17 +135,20 @@ def answers(title: str, given: tuple[Capability, ...]) -> None:
         table(title, ("question", "answer", "evidence"), rows)
 
 
-def refusal(refused: Refusal, model: str, asked: Options = ()) -> None:
+def refusal(
+    refused: Refusal, model: str, asked: Options = (), data_root: Path | None = None
+) -> None:
     """Why it is refused, and what would make it fit, with what to type for each.
 
-    ``asked`` are the options of `modeld plan` that the question had.
+    ``asked`` are the options of `modeld plan` that the question had, ``data_root`` the folder that
+    was named on the command line.
     """
     if not refused.message:
         return
     say("")
     say(f"refused: {refused.message}", "red")
     for remedy in refused.remedies:
-        command = remedy_command(remedy, model, asked)
+        command = with_data_root(remedy_command(remedy, model, asked), data_root)
         text = remedy.text
         if remedy.kind in ("free", "user_limit", "device_limit") and remedy.value.isdigit():
             text += f" ({size(int(remedy.value))})"
@@ -180,10 +165,9 @@ def remedy_command(remedy: Remedy, model: str, asked: Options = ()) -> str:
     option = {"window": "--ctx", "k_type": "--kv", "sessions": "--sessions"}.get(remedy.kind)
     if option is not None:
         kept = [one for one in asked if one[0] != option]
-        options = " ".join(f"{n} {shlex.quote(v)}" for n, v in (*kept, (option, value)))
-        return f"modeld plan {shlex.quote(model)} {options}"
+        return _plan_command(model, [*kept, (option, value)])
     if remedy.kind == "model":
-        return f"modeld plan {shlex.quote(value)}"
+        return _plan_command(value, asked)
     setting = {
         "gpu_layers": "--gpu-layers",
         "placement": "--placement",
@@ -191,6 +175,21 @@ def remedy_command(remedy: Remedy, model: str, asked: Options = ()) -> str:
         "device_limit": "--device-limit-bytes",
     }.get(remedy.kind)
     return f"modeld serve {setting} {shlex.quote(value)}" if setting else ""
+
+
+def _plan_command(model: str, options: Options) -> str:
+    words = [model, *(word for option in options for word in option)]
+    return "modeld plan " + " ".join(shlex.quote(word) for word in words)
+
+
+def with_data_root(text: str, data_root: Path | None) -> str:
+    """The commands in a text, for the folder that was named on the command line if one was."""
+    if data_root is None:
+        return text
+    named = f"modeld --data-root {shlex.quote(str(data_root))} "
+    return re.sub(
+        r"\bmodeld (?=(?:drain|models|plan|serve|sessions|status)\b)", lambda _: named, text
+    )
 
 
 def machine(read: Machine) -> None:

@@ -1,4 +1,4 @@
-"""Asks for a plan: the running daemon, whose answer an open would get, or the planner here.
+"""Asks for a plan: the running daemon, whose answer an open would get now, or the planner here.
 
 Owns who is asked and what goes with the question. Prints nothing.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,11 +16,12 @@ import msgspec
 
 from modeld.cli.daemon_start import connect
 from modeld.cli.main import Settings
-from modeld.client import Client, Description, NotRunning, Stale
+from modeld.client import Client, ClientError, Description, NotRunning, Stale
 from modeld.client.convert import from_proto
 from modeld.shared.asking import AskAnswer, AskRequest
 from modeld.shared.capacity import CapacityRequest, Companions, FileKind, MachineReading, ModelFacts
-from modeld.shared.errors import InvalidRequest
+from modeld.shared.errors import InvalidRequest, ModeldError
+from modeld.shared.ids import MODEL_NAME
 
 if TYPE_CHECKING:
     from modeld.supervisor.config import Config
@@ -56,16 +57,21 @@ class Planner(Protocol):
 
 
 class DaemonPlanner:
-    """The running daemon. ``machine`` is a machine file's text, "" for the daemon's own."""
+    """The running daemon, asked what an open would get now: no open session's numbers are quoted.
+
+    ``machine`` is a machine file's text, "" for the daemon's own; ``source`` is that file's name,
+    which the daemon never learns.
+    """
 
     by = BY_DAEMON
 
-    def __init__(self, client: Client, machine: str = "") -> None:
+    def __init__(self, client: Client, machine: str = "", source: str = "") -> None:
         self._client = client
         self._machine = machine
+        self._source = source
 
     def describe(self, model: str, wanted: Wanted) -> Description:
-        return self._client.describe(
+        described = self._client.describe(
             model,
             window=wanted.window,
             k_type=wanted.k_type,
@@ -74,7 +80,11 @@ class DaemonPlanner:
             machine=self._machine,
             what_if=wanted.what_if,
             companions=wanted.companions,
+            hypothetical=True,
         )
+        if not self._source:
+            return described
+        return replace(described, machine=replace(described.machine, source=self._source))
 
 
 class LocalPlanner:
@@ -151,19 +161,17 @@ class LocalPlanner:
         return answer
 
 
-def is_path(model: str) -> bool:
-    """Whether a model is named by its file: anything with a slash, or that exists."""
-    return "/" in model or Path(model).expanduser().exists()
-
-
 @contextmanager
 def planner(settings: Settings, model: str, device: Path | None) -> Iterator[Planner]:
     """Whoever answers about ``model``: the daemon of the data root for one of its names.
 
-    ``device`` is a machine file to plan for. Raises InvalidRequest for one that can't be used.
+    ``device`` is a machine file to plan for. Raises InvalidRequest for one that can't be used, and
+    for a path that can't be one.
     """
+    from modeld.supervisor.offline import names_a_file
+
     text, machine = _machine_file(device) if device else ("", None)
-    if is_path(model):
+    if names_a_file(model, settings.root) and not _daemon_has(settings, model):
         yield LocalPlanner(settings.root, HERE_A_FILE, machine=machine)
         return
     try:
@@ -172,15 +180,31 @@ def planner(settings: Settings, model: str, device: Path | None) -> Iterator[Pla
         yield LocalPlanner(settings.root, HERE_NO_DAEMON, machine=machine)
         return
     with client:
-        yield DaemonPlanner(client, text)
+        yield DaemonPlanner(client, text, _source(device) if device else "")
+
+
+def _daemon_has(settings: Settings, model: str) -> bool:
+    """Whether a running daemon serves a model of that name. One that doesn't answer has none."""
+    if not MODEL_NAME.match(model):
+        return False
+    try:
+        with connect(settings) as client:
+            return any(one.name == model for one in client.models())
+    except (ClientError, ModeldError):
+        return False
 
 
 def _machine_file(path: Path) -> tuple[str, MachineReading]:
-    """The file's text and what it says."""
-    from modeld.supervisor.probes.simulated import read_machine_file
+    """The file's text and what it says, of one reading of it."""
+    from modeld.supervisor.probes.simulated import machine_text, parse_machine
 
-    reading = read_machine_file(path)
-    return path.read_text(), reading
+    text = machine_text(path)
+    return text, parse_machine(text, _source(path))
+
+
+def _source(path: Path) -> str:
+    """The file's name as text: one that isn't UTF-8 can't be part of an answer."""
+    return str(path).encode(errors="backslashreplace").decode()
 
 
 # --- what is loaded beside the model -----------------------------------------------------------
@@ -212,8 +236,15 @@ def window_of(described: Description) -> int:
 def draft(
     local: LocalPlanner, path: str, tokens: int, what_if: Mapping[str, str]
 ) -> tuple[int, str]:
-    """What a draft model takes for one context of ``tokens``, or of its ceiling if that is less."""
-    wanted = Wanted(window=tokens, what_if=what_if)
+    """What a draft model takes for one context of ``tokens``, or of its ceiling if that is less,
+    with the settings' KV types (``--kv`` is the model's own).
+    """
+    wanted = Wanted(
+        window=tokens,
+        k_type=what_if.get("k_type", "").strip().lower(),
+        v_type=what_if.get("v_type", "").strip().lower(),
+        what_if=what_if,
+    )
     described = local.describe(path, wanted)
     plan = described.resolution
     total = plan.weights_bytes + plan.kv_bytes + plan.compute_bytes

@@ -16,7 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from modeld.cli.output import seconds, stderr_console
+from modeld.cli.output import one_line, seconds, stderr_console
 from modeld.client import Chunk, ImportProgress, LoadProgress, QueueStatus
 
 STAGES = {
@@ -43,6 +43,7 @@ class Meanwhile:
 
     def show(self, text: str, fraction: float | None = None) -> None:
         """``fraction`` from 0 to 1; None: it isn't known how long this takes."""
+        text = one_line(text)
         if not self._tty:
             if text != self._said and not self._quiet:
                 print(f"{text} ...", file=sys.stderr, flush=True)

@@ -35,6 +35,14 @@ def file(path: Path | None) -> str:
         raise click.UsageError(f"{path} can't be read as UTF-8 text: {error}") from None
 
 
+def path(value: Path, name: str) -> Path:
+    """An absolute path, with a user's home folder in the place of '~'."""
+    try:
+        return value.expanduser().absolute()
+    except RuntimeError as error:
+        raise click.UsageError(f"{name} {str(value)!r} can't be a path: {error}") from None
+
+
 def not_utf8(name: str, error: UnicodeDecodeError) -> click.UsageError:
     return click.UsageError(f"{name} can't be read as UTF-8 text: {error}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from modeld.shared.capacity import (
@@ -18,6 +19,7 @@ from modeld.shared.capacity import (
     ModelFacts,
 )
 from modeld.shared.errors import InvalidRequest, ModelNotFound
+from modeld.shared.ids import MODEL_NAME
 from modeld.supervisor.asking import ask_engine
 from modeld.supervisor.config import Config
 from modeld.supervisor.evidence import EvidenceStore
@@ -31,19 +33,49 @@ from modeld.v1 import session_pb2 as session
 
 
 def find_model(name_or_path: str, data_root: Path) -> StoredModel:
-    """A model of the store by name, or a file or IR folder by path (anything with a slash, or
-    that exists). Raises ModelNotFound, ModelLoadFailed or InvalidRequest.
+    """A model of the store by name, or a file or IR folder by path, as ``names_a_file`` says.
+
+    Raises ModelNotFound, ModelLoadFailed, DigestMismatch or InvalidRequest.
     """
-    path = Path(name_or_path).expanduser()
-    if "/" in name_or_path or path.exists():
-        return _unstored(path.absolute())
+    if names_a_file(name_or_path, data_root):
+        return _unstored(_path(name_or_path).absolute())
     if not (data_root / "models").is_dir():
         raise ModelNotFound(
-            f"No model is named {name_or_path!r}: there is no store in {data_root}. Name a GGUF "
-            "file, or import one with `modeld models import FILE`.",
-            metadata={"model": name_or_path, "data_root": data_root},
+            f"No model is named {name_or_path[:200]!r}: there is no store in {data_root}. Name a "
+            "GGUF file, or import one with `modeld models import FILE`.",
+            metadata={"model": name_or_path[:200], "data_root": data_root},
         )
     return ModelStore(data_root).get(name_or_path)
+
+
+def names_a_file(name_or_path: str, data_root: Path) -> bool:
+    """Whether a model is meant by its path: anything with a slash, or what exists without being
+    the name of a model in the store. Raises InvalidRequest for what can be neither.
+    """
+    if not name_or_path.strip():
+        raise InvalidRequest.of("model", name_or_path, "a model's name, or the path of its file")
+    if "/" in name_or_path:
+        _path(name_or_path)
+        return True
+    if MODEL_NAME.match(name_or_path) and (data_root / "models" / name_or_path).is_dir():
+        return False
+    try:
+        return _path(name_or_path).exists()
+    except OSError:  # longer than a file's name can be
+        return False
+
+
+def _path(text: str) -> Path:
+    """The path, with a user's home folder in the place of '~'. Raises InvalidRequest."""
+    try:
+        text.encode()  # what isn't UTF-8 can't be said to the engine, nor be part of an answer
+        return Path(text).expanduser()
+    except UnicodeEncodeError:
+        raise InvalidRequest.of("model", text[:200], "a path in UTF-8") from None
+    except RuntimeError as error:
+        raise InvalidRequest.of(
+            "model", text[:200], "a path", f"{error} Write ./~... for a folder of that name."
+        ) from None
 
 
 def _unstored(path: Path) -> StoredModel:
@@ -101,7 +133,7 @@ def describe(
     if model.digest and (config.data_root / "models").is_dir():
         others = ModelStore(config.data_root).smaller_than(model.facts)
     question = Question(
-        model.facts,
+        replace(model.facts, name=model.name),  # as it is asked for, not as its file calls itself
         model.digest,
         request,
         companions=companions or Companions(),

@@ -48,7 +48,6 @@ def describe(
     if settings.json:
         emit_json(described)
         return
-    plan_view.spell_out_what_the_stream_lacks()
     resident = "resident" if described.resident else "not loaded"
     line = plan_view.facts_line(described.model, described.model_type, described.facts)
     say(f"{line}, {resident}", "bold")
@@ -62,7 +61,10 @@ def describe(
     identity = described.identity
     rows = [(f.name, _shown(getattr(identity, f.name))) for f in fields(identity)]
     table("identity", ("field", "value"), rows)
-    plan_view.refusal(described.resolution.refusal, model)
+    asked = [("--ctx", str(window))] if window else []
+    if k_type:
+        asked.append(("--kv", f"{k_type}/{v_type}" if v_type else k_type))
+    plan_view.refusal(described.resolution.refusal, model, asked, settings.data_root)
 
 
 def _shown(value: object) -> str:

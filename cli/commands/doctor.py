@@ -31,7 +31,7 @@ from modeld.client.discovery import look
 from modeld.client.values import Machine
 from modeld.shared.asking import AskAnswer, AskRequest
 from modeld.shared.capacity import MachineReading
-from modeld.shared.errors import ModeldError
+from modeld.shared.errors import ModeldError, ModelLoadFailed
 from modeld.shared.ids import MODEL_NAME
 from modeld.shared.lease_record import DiscoveryState
 
@@ -77,6 +77,10 @@ def doctor(settings: Settings, record: Path | None) -> None:
     with Meanwhile(quiet=settings.json) as meanwhile:
         meanwhile.show("looking")
         report, reading = examine(settings.root, meanwhile)
+    report.findings = [
+        replace(one, remedy=plan_view.with_data_root(one.remedy, settings.data_root))
+        for one in report.findings
+    ]
     if record is not None:
         _record(record, reading)
     if settings.json:
@@ -166,12 +170,18 @@ def _models(root: Path, planner: Planner, report: Report, meanwhile: Meanwhile) 
         planned: Description | ModeldError
         try:
             planned = planner.describe(name, Wanted())
+            found = checks.model(name, planned, limit)
         except ModeldError as error:
             planned = error
+            found = checks.model(name, planned, limit)
         except ClientError as error:  # the daemon ended meanwhile
             planned = ModeldError(f"the daemon could not be asked: {error}")
+            found = checks.model(name, planned, limit)
+        except Exception as error:  # one model's trouble, whatever it is, hides no other's
+            planned = ModelLoadFailed(f"planning it failed: {type(error).__name__}: {error}")
+            found = checks.model(name, planned, limit)
         report.models[name] = planned
-        report.findings += checks.model(name, planned, limit)
+        report.findings += found
 
 
 def _names(root: Path) -> Iterator[str]:
@@ -208,7 +218,6 @@ def _record(path: Path, reading: MachineReading) -> None:
 
 
 def _tell(report: Report) -> None:
-    plan_view.spell_out_what_the_stream_lacks()
     areas = dict.fromkeys(finding.area for finding in report.findings)
     for area in areas:
         say(area, "bold")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from modeld.cli import texts
 from modeld.cli.daemon_start import connect, data_root_errors
 from modeld.cli.demo_model import DIGEST as DEMO_DIGEST
 from modeld.cli.demo_model import NAME as DEMO_NAME
@@ -142,7 +143,7 @@ def import_model(
             imported = _import(
                 settings,
                 client,
-                path.expanduser().absolute(),
+                texts.path(path, "PATH"),
                 name,
                 copy,
                 replace,

@@ -25,6 +25,9 @@ KV_TYPES = {
     "openvino": (("f16", "f16"), ("u8", "u8"), ("u4", "u4")),
 }
 SESSIONS = (1, 2, 4, 8)
+# What may be asked, of a daemon as of the planner here.
+MAX_WINDOW = 2**31 - 1  # tokens
+MAX_SESSIONS = 1024
 FILE = click.Path(path_type=Path)
 
 
@@ -43,12 +46,22 @@ def _check_what_if(
     return given
 
 
+def _check_named(context: click.Context, argument: click.Parameter, given: str) -> str:
+    if not given.strip():
+        raise click.BadParameter(
+            "it is empty. Name a model of the store, a GGUF file, or an OpenVINO IR folder.",
+            context,
+            argument,
+        )
+    return given
+
+
 @click.command(short_help="Plan a model: what fits, where the bytes go.")
-@click.argument("model")
+@click.argument("model", callback=_check_named)
 @click.option("--device", type=FILE, metavar="FILE", help="Plan for the machine in this file.")
 @click.option(
     "--ctx",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_WINDOW),
     default=0,
     metavar="N",
     help="A window of N tokens. 0: automatic.",
@@ -56,7 +69,7 @@ def _check_what_if(
 @click.option("--kv", default="", metavar="K|K/V", help="KV cache types: q8_0, or q8_0/f16.")
 @click.option(
     "--sessions",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_SESSIONS),
     default=0,
     metavar="N",
     help="N sessions of that window must fit.",
@@ -96,9 +109,10 @@ def plan(
 ) -> None:
     """Plan MODEL: whether it fits, the window that a session would get, and where the bytes go.
 
-    MODEL is a name in the store, the path of a GGUF file, or of an OpenVINO IR folder. A running
-    daemon is asked about its models, so that the answer is the one that an open would get;
-    otherwise it is planned here. Nothing is loaded. Exit status 6 if it doesn't fit.
+    MODEL is a name in the store, the path of a GGUF file, or of an OpenVINO IR folder. A name in
+    the store goes before a file here of that name: write ./NAME for the file. A running daemon is
+    asked about its models, so that the answer is the one that an open would get now; otherwise it
+    is planned here. Nothing is loaded. Exit status 6 if it doesn't fit.
 
     \b
     modeld plan my-model --ctx 32768 --kv q8_0 --sessions 4
@@ -124,10 +138,9 @@ def plan(
     if settings.json:
         emit_json(described if rows is None else {**to_plain(described), "alternatives": rows[0]})
     else:
-        plan_view.spell_out_what_the_stream_lacks()
-        _head(described, by, notes, device)
+        _head(described, by, notes)
         if rows is None:
-            _show(described, model, sessions, _asked())
+            _show(described, model, sessions, settings.data_root)
         else:
             _show_alternatives(*rows)
     if described.resolution.refusal.message:
@@ -218,25 +231,24 @@ def _with_companions(
 # --- what is answered --------------------------------------------------------------------------
 
 
-def _head(described: Description, by: str, notes: list[str], device: Path | None) -> None:
+def _head(described: Description, by: str, notes: list[str]) -> None:
     line = plan_view.facts_line(described.model, described.model_type, described.facts)
     say(line, "bold")
     own = described.resolution_source == "open_session"
     say(f"{by}: an open session's own numbers" if own else by)
-    machine = described.machine
-    plan_view.machine(replace(machine, source=str(device)) if device else machine)
+    plan_view.machine(described.machine)
     for said in notes:
         say(said)
 
 
-def _show(described: Description, model: str, sessions: int, asked: plan_view.Options) -> None:
+def _show(described: Description, model: str, sessions: int, data_root: Path | None) -> None:
     resolution = described.resolution
     plan_view.numbers(resolution.context)
     plan_view.picture(resolution, sessions)
     plan_view.budget(resolution)
     plan_view.findings(resolution)
     plan_view.answers("questions", described.questions)
-    plan_view.refusal(resolution.refusal, model, asked)
+    plan_view.refusal(resolution.refusal, model, _asked(), data_root)
 
 
 # --- alternatives ------------------------------------------------------------------------------

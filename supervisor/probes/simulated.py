@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,21 @@ def read_machine_file(path: Path) -> MachineReading:
     return parse_machine(_bytes_of(path), str(path))
 
 
+def machine_text(path: Path) -> str:
+    """The text of a machine file, for whoever reads it elsewhere; what it says isn't looked at.
+
+    Raises InvalidRequest for a file that can't be read, is too large, or isn't UTF-8.
+    """
+    return _utf8(_bytes_of(path), str(path))
+
+
 def parse_machine(text: str | bytes, source: str) -> MachineReading:
     """The machine that a file's text describes. ``source`` says where it is from, in refusals too.
 
     Raises InvalidRequest, as reading a file does.
     """
     raw = _decoded(text, source)
+    _only_known_fields(source, raw)
     try:
         machine = msgspec.convert(raw, _Machine, strict=True)
     except msgspec.ValidationError as error:
@@ -150,10 +160,21 @@ def _bytes_of(path: Path) -> bytes:
     return data
 
 
+def _utf8(data: bytes, source: str) -> str:
+    """Raises InvalidRequest. A byte order mark is no part of the text."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        head = f"{data[:60]!r}"
+        raise _refused(source, "text", head, "text in UTF-8", f"Not read: {error}.") from None
+
+
 def _decoded(text: str | bytes, source: str) -> Any:
     """The JSON. Raises InvalidRequest."""
+    if isinstance(text, bytes):
+        text = _utf8(text, source)
     try:
-        data = text.encode() if isinstance(text, str) else text
+        data = text.encode()
         if len(data) > MAX_FILE_BYTES:
             raise _too_large(source, len(data))
         raw = json.loads(data, object_pairs_hook=_fields, parse_constant=_no_constant)
@@ -178,27 +199,56 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is no JSON value")
 
 
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`", re.DOTALL)
-_MISSING_FIELD = re.compile(r"Object missing required field `(.*?)`", re.DOTALL)
-_PLACE = re.compile(r" - at `(\$.*)`$", re.DOTALL)
+def _only_known_fields(source: str, raw: Any) -> None:
+    """Raises InvalidRequest for a field that the format doesn't have, by any name."""
+    for place, value in _objects(raw):
+        holder = re.sub(r"\[\d+\]$", "", place).rpartition(".")[2]
+        fields = _FIELDS[holder or "machine"]
+        for name in value:
+            if name not in fields:
+                full = f"{place}.{name}" if place else name
+                allowed = f"only these fields: {', '.join(fields)}"
+                raise _refused(source, full[:200], value[name], allowed)
+
+
+def _objects(raw: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each object that the format has, with its place; what isn't one is left to be refused."""
+    if not isinstance(raw, dict):
+        return
+    yield "", raw
+    if isinstance(host := raw.get("host"), dict):
+        yield "host", host
+    for at, device in _listed(raw, "devices"):
+        yield at, device
+        for use_at, use in _listed(device, "processes"):
+            yield f"{at}.{use_at}", use
+
+
+def _listed(holder: dict[str, Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    found = holder.get(name)
+    for index, value in enumerate(found if isinstance(found, list) else ()):
+        if isinstance(value, dict):
+            yield f"{name}[{index}]", value
+
+
+_MISSING_FIELD = re.compile(r"Object missing required field `(\w+)`")
 
 
 def _misfit(source: str, raw: Any, words: str) -> Exception:
-    """msgspec's words as field, value and what is allowed."""
-    match = _PLACE.search(words)
-    place = match[1].removeprefix("$").removeprefix(".") if match else ""
-    what = words[: match.start()] if match else words
-    holder, value = "machine", raw
+    """msgspec's words as field, value and what is allowed. Every field is a known one by now, so
+    that the place has none but known names; the rest may quote a value.
+    """
+    what, at, place = words.rpartition(" - at `$")
+    if at:
+        place = place.removesuffix("`").removeprefix(".")
+    else:
+        what, place = words, ""
+    value = raw
     for name, index in re.findall(r"([A-Za-z_]\w*)|\[(\d+)\]", place):
-        holder = name or holder
         value = value[int(index)] if index else value[name]
-    for pattern in (_UNKNOWN_FIELD, _MISSING_FIELD):
-        if field := pattern.search(what):
-            allowed = ", ".join(_FIELDS.get(holder, _FIELDS["machine"]))
-            full = f"{place}.{field[1]}" if place else field[1]
-            if pattern is _MISSING_FIELD:
-                return _refused(source, full[:200], "", "a value: this field must be there")
-            return _refused(source, full[:200], value[field[1]], f"only these fields: {allowed}")
+    if field := _MISSING_FIELD.match(what):
+        full = f"{place}.{field[1]}" if place else field[1]
+        return _refused(source, full[:200], "", "a value: this field must be there")
     if what.startswith("Invalid enum value"):
         allowed = ", ".join(repr(kind.value) for kind in DeviceKind)
     else:

@@ -50,6 +50,7 @@ from modeld.v1 import session_pb2 as pb
 from modeld.v1 import session_pb2_grpc
 
 MAX_NAME = 256
+MAX_COMPANION_BYTES = 1 << 50
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
@@ -611,8 +612,8 @@ def _what_if(request: pb.DescribeRequest, wanted: CapacityRequest) -> WhatIf:
         draft_bytes=request.companions.draft_bytes,
     )
     for name, size in vars(companions).items():
-        if size < 0:
-            raise InvalidRequest.of(f"companions.{name}", size, "0 bytes or more")
+        if not 0 <= size <= MAX_COMPANION_BYTES:
+            raise InvalidRequest.of(f"companions.{name}", size, f"0 to {MAX_COMPANION_BYTES} bytes")
     return WhatIf(
         request=replace(wanted, sessions=request.sessions),
         companions=companions,

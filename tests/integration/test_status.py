@@ -171,7 +171,6 @@ def test_describe_answers_the_six_questions_and_a_second_load_certifies(client: 
     assert len(questions) == 6
     assert questions["metadata_parsed"] == "yes"
     assert questions["loader_supports_architecture"] == "yes"
-    assert questions["quality_certified"] == "unknown"
     assert all(question.evidence for question in described.questions)
     facts = described.facts
     assert (facts.architecture, facts.layers, facts.vocabulary) == ("llama", 30, 49152)

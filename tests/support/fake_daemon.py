@@ -557,6 +557,12 @@ class Servicer(
             ]
         )
 
+    def quoted(self, request: Any) -> bool:
+        """Whether an open session's own numbers are the answer."""
+        is_open = any(session.model == request.model for session in self.w.sessions.values())
+        otherwise = request.hypothetical or request.sessions or request.machine or request.what_if
+        return is_open and not otherwise
+
     async def Describe(self, request: Any, context: Any) -> Any:
         await self.enter(request, context)
         self.model(request.model)
@@ -583,7 +589,7 @@ class Servicer(
                     session_pb2.LayerRun(count=2, kind="window", kv_heads=1, window=512),
                 ],
             ),
-            resolution_source="hypothetical",
+            resolution_source="open_session" if self.quoted(request) else "hypothetical",
             machine=machine("machine" if request.machine else "live"),
         )
 

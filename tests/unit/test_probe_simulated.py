@@ -322,3 +322,48 @@ def test_a_reading_that_no_file_may_hold_is_refused_and_the_file_is_kept(path: P
     with pytest.raises(InvalidRequest, match=r"host\.total"):
         write_machine_file(path, MachineReading(MemorySnapshot(-1, 0)))
     assert path.read_bytes() == before
+
+
+# --- texts that are no machine file's ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "latin-1"])
+def test_a_file_that_is_not_utf8_is_refused_for_what_it_is(path: Path, encoding: str) -> None:
+    card = {**CARD, "name": "Karte für alle"}
+    text = json.dumps({"host": HOST, "devices": [card]}, ensure_ascii=False)
+    path.write_bytes(text.encode(encoding))
+    with pytest.raises(InvalidRequest) as caught:
+        read_machine_file(path)
+    assert str(path) in caught.value.message
+    assert caught.value.metadata["field"] == "text"
+
+
+def test_a_byte_order_mark_before_utf8_is_no_part_of_the_text(path: Path) -> None:
+    text = json.dumps({"host": HOST, "devices": [CARD]})
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert simulated.machine_text(path) == text
+    assert read_machine_file(path).devices[0].id == "gpu0"
+
+
+@pytest.mark.parametrize("name", ["a`b", "a` - at `$.b", "`", "", "a\nb", " - at `$.devices[7]"])
+@pytest.mark.parametrize("place", ["", "host", "devices[0]", "devices[0].processes[0]"])
+def test_a_field_by_any_name_is_refused_by_its_name(path: Path, name: str, place: str) -> None:
+    use: dict[str, Any] = {"pid": 1}
+    card: dict[str, Any] = {**CARD, "processes": [use]}
+    host: dict[str, Any] = dict(HOST)
+    machine: dict[str, Any] = {"host": host, "devices": [card]}
+    holders = {"": machine, "host": host, "devices[0]": card, "devices[0].processes[0]": use}
+    holders[place][name] = 1
+    path.write_text(json.dumps(machine))
+    with pytest.raises(InvalidRequest) as caught:
+        read_machine_file(path)
+    assert caught.value.metadata["field"] == (f"{place}.{name}" if place else name)
+    assert "only these fields" in caught.value.message
+
+
+def test_a_value_that_reads_like_a_place_is_refused_at_its_own(path: Path) -> None:
+    given_file(path, devices=[{**CARD, "kind": "x' - at `$.foo"}])
+    with pytest.raises(InvalidRequest) as caught:
+        read_machine_file(path)
+    assert caught.value.metadata["field"] == "devices[0].kind"
+    assert "'nvidia'" in caught.value.message
