@@ -173,6 +173,7 @@ def remedy_command(remedy: Remedy, model: str, asked: Options = ()) -> str:
         "placement": "--placement",
         "user_limit": "--user-limit-bytes",
         "device_limit": "--device-limit-bytes",
+        "max_sessions": "--max-sessions",
     }.get(remedy.kind)
     return f"modeld serve {setting} {shlex.quote(value)}" if setting else ""
 

@@ -91,7 +91,7 @@ def following(asked: Asked, remedy: Remedy) -> Asked:
             return replace(asked, k_type=remedy.value)
         case "model":
             return replace(asked, model=remedy.value)
-        case "placement" | "gpu_layers":
+        case "placement" | "gpu_layers" | "max_sessions":
             return asked.with_setting(remedy.kind, remedy.value)
         case "user_limit" | "device_limit":
             return asked.with_setting(f"{remedy.kind}_bytes", remedy.value)
