@@ -234,8 +234,8 @@ def report(product: list[Row], control: list[Row]) -> str:
         "",
         "`predicted` is arithmetic from the file's header alone: weights, KV and compute buffers "
         "in bytes. `allocated` is what the engine reports and, in product rows, what the processor "
-        "works in, which no report tells and both sides take from the same formula (the tests under "
-        "a memory limit prove it). `as planned` is the daemon's own "
+        "works in, which no report tells and both sides take from the same formula (the tests "
+        "under a memory limit prove it). `as planned` is the daemon's own "
         "prediction, which has asked the engine in a dry run before. A row holds if the total (as "
         "planned, where a daemon planned it) is within 5 % and not under by more than 1 %, and KV "
         "is not under at all.",
