@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from modeld.shared.asking import AskAnswer, AskRequest
+from modeld.supervisor.exits import ending
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def ask_engine(backend: str, request: AskRequest, timeout_s: float = TIMEOUT_S) 
         log.warning("asking the engine failed: %s", done.stderr[-2000:].decode(errors="replace"))
         said = done.stderr.decode(errors="replace").strip().splitlines()
         last = f": {said[-1][:300]}" if said else ""
-        return _unknown(f"asking the engine ended with {_ending(done.returncode)}{last}")
+        return _unknown(f"asking the engine ended with {ending(done.returncode)}{last}")
     try:
         if len(done.stdout) > MAX_ANSWER_BYTES:
             raise ValueError(f"{len(done.stdout)} bytes")
@@ -61,15 +61,6 @@ def ask_engine(backend: str, request: AskRequest, timeout_s: float = TIMEOUT_S) 
 
 def _unknown(why: str) -> AskAnswer:
     return AskAnswer(loader="unknown", words=why)
-
-
-def _ending(returncode: int) -> str:
-    if returncode >= 0:
-        return f"exit code {returncode}"
-    try:
-        return f"signal {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"signal {-returncode}"
 
 
 def _offer_to_oom_killer(pid: int) -> None:

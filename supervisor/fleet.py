@@ -11,7 +11,6 @@ import functools
 import logging
 import random
 import re
-import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from modeld.shared.errors import SessionFatal, WorkerUnavailable
 from modeld.shared.ids import new_epoch
 from modeld.shared.messages import Heartbeat, Hello, Payload
+from modeld.supervisor.exits import signal_name
 from modeld.supervisor.launcher import Launcher, SpawnSpec
 from modeld.supervisor.lifecycle import (
     AbandonOperations,
@@ -466,7 +466,7 @@ class WorkerKeeper:
     def _announce(self, cause: str, code: int | None, text: str) -> None:
         tail = self._handle.stderr_tail() if self._handle else ""
         operations = tuple(op.kind for op in self._peer.operations.values()) if self._peer else ()
-        killed = _signal_name(code) == "SIGKILL" and not text
+        killed = signal_name(code) == "SIGKILL" and not text
         before, now = self._oom_kills, oom_kills() if killed else None
         if before is not None and now is not None and now > before:
             cause = "out of memory"
@@ -476,7 +476,7 @@ class WorkerKeeper:
             )
         death = Death(
             cause=cause,
-            signal=_signal_name(code),
+            signal=signal_name(code),
             exit_code=code,
             text=_death_text(code, text, tail),
             pid=self._handle.pid if self._handle else None,
@@ -529,17 +529,8 @@ def _usable_epoch() -> bytes:
     return epoch
 
 
-def _signal_name(code: int | None) -> str:
-    if code is None or code >= 0:
-        return ""
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
-
-
 def _death_text(code: int | None, text: str, tail: str) -> str:
-    name = _signal_name(code)
+    name = signal_name(code)
     if not text:
         if name == "SIGKILL":
             text = "killed (SIGKILL; the system may have run out of memory)"

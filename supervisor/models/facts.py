@@ -135,10 +135,12 @@ def _answered(path: Path, returncode: int, stdout: bytes, stderr: bytes) -> Mode
     if returncode != 0:
         import logging  # as above
 
+        from modeld.supervisor.exits import ending
+
         logging.getLogger(__name__).warning(
             "the facts reader failed: %s", stderr[-2000:].decode(errors="replace")
         )
-        raise _refused(path, f"reading its header failed ({_ending(returncode)})")
+        raise _refused(path, f"reading its header failed ({ending(returncode)})")
     try:
         answer = msgspec.json.decode(stdout, type=_Answer)
     except (msgspec.DecodeError, msgspec.ValidationError):
@@ -152,17 +154,6 @@ def _answered(path: Path, returncode: int, stdout: bytes, stderr: bytes) -> Mode
 
 def _refused(path: Path, why: str) -> ModelLoadFailed:
     return ModelLoadFailed(f"{path.name} can't be used: {why}.", metadata={"file": path.name})
-
-
-def _ending(returncode: int) -> str:
-    if returncode >= 0:
-        return f"exit code {returncode}"
-    import signal  # as above
-
-    try:
-        return f"signal {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"signal {-returncode}"
 
 
 def _command(path: Path) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from modeld.shared.capacity import DeviceKind, DeviceReading
+from modeld.supervisor.exits import signal_name
 from modeld.supervisor.probes import ProbeReading, pci_id
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ def read_intel(command: Sequence[str] = COMMAND, timeout_s: float = TIMEOUT_S) -
         return _failed(f"listing its devices can't be started: {error}")
     if done.returncode != 0:
         log.warning("the OpenVINO listing failed: %s", done.stderr[-2000:].decode(errors="replace"))
-        return _failed(f"listing its devices failed ({_ending(done.returncode)})")
+        how = signal_name(done.returncode) or f"exit code {done.returncode}"
+        return _failed(f"listing its devices failed ({how})")
     return parse(done.stdout)
 
 
@@ -133,12 +134,3 @@ def _failed(why: str) -> ProbeReading:
 
 def _ended(text: str) -> str:
     return text if text.endswith(".") else f"{text}."
-
-
-def _ending(returncode: int) -> str:
-    if returncode >= 0:
-        return f"exit code {returncode}"
-    try:
-        return signal.Signals(-returncode).name
-    except ValueError:
-        return f"signal {-returncode}"
