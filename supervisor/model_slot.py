@@ -349,8 +349,7 @@ class ModelSlot(SlotCore):
         else:  # nothing of this slot lives on that machine
             machine = allowed(machine, (config or self.config).devices)
             question = replace(question, use=SlotUse())
-        question = replace(question, alternatives=self._store.smaller_than(model.facts))
-        return self.planning.survey(question, machine, config), machine
+        return self.plan.survey(question, machine, config), machine
 
     def identity(
         self,

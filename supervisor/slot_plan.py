@@ -144,6 +144,18 @@ class SlotPlan:
                 raise
             return self.planning.resolve(replace(question, alternatives=others), machine)
 
+    def survey(
+        self, question: Question, machine: MachineReading, config: Config | None
+    ) -> Resolution:
+        """As ``resolve``, with a refusal as an answer."""
+        plan = self.planning.survey(question, machine, config)
+        if plan.refusal is None:
+            return plan
+        others = self._store.smaller_than(question.facts)
+        if not others:
+            return plan
+        return self.planning.survey(replace(question, alternatives=others), machine, config)
+
     def load_op(self, model: StoredModel, planned: Resolution, *, quality: bool) -> LoadOp:
         """What the worker is told to load, and where."""
         used = [row for row in planned.devices if row.engine_name and row.layers > 0]
