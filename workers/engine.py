@@ -6,16 +6,18 @@ that would abort natively before it reaches the library. All methods run on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from modeld.shared.messages import Hello, LoadOp, LoadResult, PlacedOut
+    from modeld.shared.messages import DecodeIn, Hello, LoadOp, LoadResult, PlacedOut
 
     Logits = NDArray[np.float32]
+    State = NDArray[np.uint8]  # one dimension
 
 Cancelled = Callable[[], bool]
 ReportProgress = Callable[[str, float], None]
@@ -87,8 +89,70 @@ class EngineContext(Protocol):
         which is InsufficientMemory.
         """
 
+    # --- residency: what a session's KV can do besides growing and shrinking at its end
+
+    state_block: int  # tokens: exported ranges begin and end at multiples of it, or at the length
+
+    def export_state(self, begin: int, end: int) -> State:
+        """A copy of the engine's own bytes of the KV of positions ``begin`` to ``end``.
+
+        Changes nothing. Raises UnsupportedFeature where this model's memory can't give a range
+        (capability ``state.blocks`` or ``state.whole``), InvalidRequest for a range that isn't
+        held or lies across a block, and InsufficientMemory where there is none for the copy.
+        """
+
+    def import_state(self, state: State, end: int) -> bool:
+        """Append what ``export_state`` gave of positions from the current length to ``end``.
+
+        False, and nothing changed, if these bytes can't be of such a range here. The caller
+        guarantees that they were made by this engine build under the same kv_digest.
+        """
+
     def close(self) -> None:
         """Free it. Idempotent."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an engine that keeps its cache by itself was seen to do in one call, in tokens.
+
+    ``reused + evaluated`` is what was asked for, or less where it was cancelled. With
+    ``lower_bound`` it may have reused more than ``reused``, and evaluated as many fewer.
+    """
+
+    reused: int
+    lower_bound: bool
+    evaluated: int
+    held: int  # of the tokens asked for, from the first on
+
+
+@runtime_checkable
+class SelfSampling(Protocol):
+    """What an ``EngineContext`` has besides whose engine keeps its cache and samples by itself.
+
+    Its ``logits`` raise. What it holds is a record that may claim more than the engine's cache
+    still has: ``measured`` says what the last call found, and after a cancel the record may be
+    shorter than before.
+    """
+
+    measured: Measured | None
+
+    def check(self, options: DecodeIn) -> None:
+        """Raises UnsupportedFeature, with the capability, for options it can't carry out."""
+
+    def confirm(self, tokens: int, *, cancelled: Cancelled) -> int:
+        """Have the engine hold the first ``tokens`` of the record again, and return how many it
+        does: fewer only when cancelled. At least the last of them is evaluated.
+        """
+
+    def generate(
+        self, tokens: Sequence[int], options: DecodeIn, most: int, *, cancelled: Cancelled
+    ) -> Generator[int, None, None]:
+        """Sample up to ``most`` tokens after ``tokens``, which are all from position 0 on.
+
+        Whoever takes the next token has the one before it evaluated. Ends without a token when
+        cancelled before the first; must be closed. Raises SessionFatal as ``evaluate`` does.
+        """
 
 
 class Engine(Protocol):
