@@ -16,6 +16,7 @@ from bench import machine, report
 from bench.cases import (
     decode,
     growing_turn,
+    openvino,
     planner,
     prefill,
     supervisor,
@@ -34,6 +35,7 @@ CASES: dict[str, Callable[[Lab], None]] = {
     "supervisor": supervisor.run,
     "death": worker_death.run,
     "planner": planner.run,
+    "openvino": openvino.run,
     "memory": supervisor.memory,  # last: after all that the daemon has served
 }
 TEST_MODEL = REPOSITORY / ".data" / "test" / "SmolLM2-135M-Instruct.Q4_1.gguf"

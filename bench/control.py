@@ -16,7 +16,7 @@ from typing import Any, Literal
 from bench.daemon import REPOSITORY, clean_environment
 from bench.runner import RunFailed, require
 
-Kind = Literal["bare", "engine", "link", "high_level"]
+Kind = Literal["bare", "engine", "link", "high_level", "paged", "genai"]
 
 
 @dataclass(frozen=True)

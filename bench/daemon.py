@@ -95,10 +95,10 @@ class Daemon:
     def worker_pid(self) -> int:
         return self.client.status().slots[0].worker.pid
 
-    def import_model(self, path: Path) -> None:
+    def import_model(self, path: Path, model_type: str = "") -> None:
         """Into the store as ``MODEL``, unless it is there."""
         if MODEL not in {model.name for model in self.client.models()}:
-            self.client.import_model(path, name=MODEL)
+            self.client.import_model(path, name=MODEL, model_type=model_type)
 
     def stop(self) -> None:
         self.client.close()

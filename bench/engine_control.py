@@ -2,7 +2,8 @@
 
 Answers one JSON line for each line that it reads. Kinds: ``bare`` (the library's functions),
 ``engine`` (the worker's own engine class), ``link`` (a real worker behind the supervisor's link,
-without gRPC), ``high_level`` (the binding's ``Llama`` class).
+without gRPC), ``high_level`` (the binding's ``Llama`` class); on OpenVINO ``paged`` (the worker's
+own engine class) and ``genai`` (GenAI's continuous batching).
 """
 
 from __future__ import annotations
@@ -271,6 +272,10 @@ def load_request(settings: EngineSettings) -> LoadOp:
 def make(kind: Kind, folder: Path, settings: EngineSettings) -> Any:
     if kind == "link":
         return Link(settings, folder)
+    if kind in ("paged", "genai"):
+        from bench import openvino_control
+
+        return openvino_control.make(kind, settings)
     kinds: dict[str, Callable[[EngineSettings], Any]] = {
         "bare": Bare,
         "engine": Engine,

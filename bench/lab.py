@@ -9,8 +9,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -71,12 +71,13 @@ def follow(stream: TurnStream) -> Turn:
 
 
 class Lab:
-    def __init__(self, plan: Plan, book: Book) -> None:
-        self.plan, self.book = plan, book
+    def __init__(self, plan: Plan, book: Book, backend: str = "llama") -> None:
+        self.plan, self.book, self.backend = plan, book, backend
         self.folder = Path(tempfile.mkdtemp(prefix="modeld-bench-"))
         self.engine = EngineSettings(model=str(plan.model), threads=plan.threads)
         self.daemons: list[Daemon] = []
         self._controls: dict[Kind, Control] = {}
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         return self
@@ -87,6 +88,7 @@ class Lab:
         _error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
+        self._stack.close()
         for control in self._controls.values():
             control.stop()
         for daemon in self.daemons:
@@ -97,6 +99,7 @@ class Lab:
     def settings(self) -> dict[str, object]:
         """The daemon's, to match the controls'."""
         return {
+            "backends": self.backend,
             "threads": self.engine.threads,
             "n_batch": self.engine.n_batch,
             "n_ubatch": self.engine.n_ubatch,
@@ -105,11 +108,20 @@ class Lab:
 
     @cached_property
     def product(self) -> Daemon:
-        """``modeld serve`` with the llama worker; stays up until the end."""
+        """``modeld serve`` with this lab's backend; stays up until the end."""
         daemon = Daemon(self.folder / "product", self.settings)
         self.daemons.append(daemon)
-        daemon.import_model(self.plan.model)
+        daemon.import_model(self.plan.model, self.backend)
         return daemon
+
+    @cached_property
+    def openvino(self) -> Lab:
+        """The same for the OpenVINO worker; its controls run the folder that the product made."""
+        lab = self._stack.enter_context(Lab(self.plan, self.book, "openvino"))
+        lab.product.client.tokenize(MODEL, "converts and loads it", load=True)
+        (made,) = (lab.folder / "product" / "converted").glob("*/openvino_model.xml")
+        lab.engine = replace(lab.engine, model=str(made.parent))
+        return lab
 
     @contextmanager
     def scripted(self, tokens_a_second: int) -> Iterator[Daemon]:

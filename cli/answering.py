@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from modeld.cli import texts
 from modeld.cli.main import Settings
 from modeld.cli.output import count, note, seconds
 from modeld.cli.progress import Meanwhile
@@ -30,7 +32,7 @@ from modeld.client.streams import EventCallback
 F = TypeVar("F", bound=Callable[..., Any])
 
 # How a session was opened, as against what it is of.
-REPLACEABLE = frozenset({"window", "k_type", "v_type", "profile_id", "prompt_format"})
+REPLACEABLE = frozenset({"window", "k_type", "v_type", "profile_id", "prompt_format", "adapters"})
 
 
 def decode_flags(function: F) -> F:
@@ -50,6 +52,37 @@ def decode_flags(function: F) -> F:
     for flag in reversed(flags):
         function = flag(function)
     return function
+
+
+def structured_flags(function: F) -> F:
+    """The options of what form an answer must have: one of them at most."""
+    file = click.Path(path_type=Path, exists=True, dir_okay=False)
+    flags = [
+        click.option("--json-schema", type=file, metavar="FILE",
+                     help="Answer with JSON that this schema allows, and nothing else."),
+        click.option("--regex", metavar="REGEX",
+                     help="Answer with a text that all of this regular expression matches."),
+        click.option("--grammar", type=file, metavar="FILE",
+                     help="Answer with a text of this Lark grammar (its rule 'start')."),
+    ]  # fmt: skip
+    for flag in reversed(flags):
+        function = flag(function)
+    return function
+
+
+def structured(
+    json_schema: Path | None, regex: str | None, grammar: Path | None
+) -> dict[str, Any]:
+    """What ``structured_flags`` gave as decode options; a usage error for more than one."""
+    given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise click.UsageError(f"{' and '.join(names)} can't be used together")
+    return {
+        "json_schema": None if json_schema is None else texts.file(json_schema),
+        "regex": None if regex is None else texts.argument(regex, "--regex"),
+        "grammar": None if grammar is None else texts.file(grammar),
+    }
 
 
 def session_flags(function: F) -> F:

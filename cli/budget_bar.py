@@ -35,6 +35,7 @@ KINDS: dict[str, Kind] = {
         Kind("more sessions", "S", "▜", "green"),
         Kind("resident", "R", "▟", "yellow"),
         Kind("promised", "p", "▛", "yellow"),
+        Kind("other slots", "O", "▖", "yellow"),
         Kind("headroom", "h", "░", "white"),
         Kind("reserve", "r", "╳", "white"),
         Kind("beyond the limit", "x", "┈", "dim"),

@@ -60,8 +60,9 @@ def _beside(named: Mapping[str, int]) -> list[Part]:
 def _picture(row: DevicePlan, named: Mapping[str, int], more: int, plan: Resolution) -> Picture:
     """The parts of one memory: their sum is what there is, and by how much they are over it."""
     promised, resident = named.get("promised", 0), named.get("resident", 0)
+    elsewhere = named.get("elsewhere_untouched", 0)
     have = row.free_bytes + named.get("loaded", 0) + named.get("reclaimable", 0)
-    beyond = have - promised - row.reserve_bytes - row.budget_bytes
+    beyond = have - promised - elsewhere - row.reserve_bytes - row.budget_bytes
     if beyond < 0:  # an accelerator's row doesn't tell what a switch gives back there
         have, beyond = have - beyond, 0
     beside = _beside(named)
@@ -79,6 +80,7 @@ def _picture(row: DevicePlan, named: Mapping[str, int], more: int, plan: Resolut
         Part("more sessions", others),
         Part("resident", resident),
         Part("promised", promised),
+        Part("other slots", elsewhere),
         Part("headroom", row.headroom_bytes),
         Part("reserve", row.reserve_bytes),
         Part("beyond the limit", beyond),

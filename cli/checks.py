@@ -6,7 +6,7 @@ Pure: what was found out goes in, findings come out. Reads no file and asks nobo
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,6 +20,7 @@ from modeld.shared.lease_record import Discovery, DiscoveryState
 
 LLAMA = "llama-cpp-python"
 OPENVINO = "openvino"
+OPENVINO_PACKAGES = (OPENVINO, "openvino-genai", "openvino-tokenizers")
 NVML = "nvidia-ml-py"
 OFFLOADS = ("gpu", "igpu")  # kinds of engine devices that layers can be placed on
 OPEN_FILES = 1024  # sockets, logs and pipes of a daemon with its workers and some hundred clients
@@ -54,16 +55,48 @@ def installed(versions: Mapping[str, str], engine: AskAnswer) -> list[Finding]:
         Finding("installed", Level.OK, f"modeld {versions['modeld']}, Python {versions['python']}")
     ]
     found.append(_llama(versions.get(LLAMA, ""), engine))
-    for package, why, how in (
-        (OPENVINO, "OpenVINO models and Intel devices", "pip install 'modeld[openvino]'"),
-        (NVML, "to read NVIDIA devices", "pip install nvidia-ml-py"),
-    ):
-        version = versions.get(package, "")
-        if version:
-            found.append(Finding("installed", Level.OK, f"{package} {version}"))
-        else:
-            text = f"{package} isn't installed; it is for {why}".replace("for to", "there to")
-            found.append(Finding("installed", Level.NOTE, text, f"where you need it: {how}"))
+    version = versions.get(NVML, "")
+    if version:
+        found.append(Finding("installed", Level.OK, f"{NVML} {version}"))
+    else:
+        text = f"{NVML} isn't installed; it is there to read NVIDIA devices"
+        how = "where you need it: pip install nvidia-ml-py"
+        found.append(Finding("installed", Level.NOTE, text, how))
+    return found
+
+
+def openvino(
+    versions: Mapping[str, str], engine: AskAnswer, backends: Sequence[str], device: str
+) -> list[Finding]:
+    """``engine``: what OpenVINO answered; ``backends`` and ``device`` as they are configured."""
+    served = "openvino" in backends
+    missing = [package for package in OPENVINO_PACKAGES if not versions.get(package)]
+    if missing:
+        text = f"{', '.join(missing)} isn't installed; it is for OpenVINO models and Intel devices"
+        how = "pip install 'modeld[openvino]'"
+        if served:
+            text += ", and the setting backends names openvino"
+            return [Finding("installed", Level.PROBLEM, text, how)]
+        return [Finding("installed", Level.NOTE, text, f"where you need it: {how}")]
+    if not engine.backend_version:
+        level = Level.PROBLEM if served else Level.WARNING
+        text = f"{OPENVINO} {versions[OPENVINO]} doesn't start: {engine.words}"
+        how = "install it again: pip install --force-reinstall --no-cache-dir 'modeld[openvino]'"
+        return [Finding("installed", level, text, how)]
+    names = [one.name for one in engine.devices]
+    text = f"{engine.backend_version}, build {engine.build_digest[:12]}: runs on {', '.join(names)}"
+    if not served:
+        text += "; the setting backends doesn't name it"
+    found = [Finding("installed", Level.OK, text)]
+    if served and device not in names:
+        found.append(
+            Finding(
+                "installed",
+                Level.PROBLEM,
+                f"the setting openvino_device is {device}, which OpenVINO doesn't list",
+                f"set it to one of {', '.join(names)}, or install that device's driver",
+            )
+        )
     return found
 
 
@@ -137,7 +170,8 @@ def daemon(status: DaemonStatus, own_version: str) -> list[Finding]:
             "running",
             Level.PROBLEM,
             f"{model} is quarantined: it killed its engine repeatedly",
-            f"read logs/worker-llama.log, then modeld models clear {shlex.quote(model)}",
+            f"read its engine's log, logs/worker-*.log, then modeld models clear "
+            f"{shlex.quote(model)}",
         )
         for model in status.quarantined_models
     ]

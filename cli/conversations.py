@@ -6,16 +6,18 @@ lives, the answers are referred to as they were sampled.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import json
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from modeld.client import GeneratedTurn, InvalidRequest, Message, Text
+from modeld.client import GeneratedTurn, Image, InvalidRequest, Message, Text
 from modeld.shared.errors import StorageFull
 from modeld.shared.ids import check_session_key
 
@@ -30,6 +32,16 @@ class Exchange:
     answer: str
     turn_id: str = ""
     session_id: str = ""
+    images: list[str] = field(default_factory=list)  # base64, before the question
+
+    def shown(self) -> list[Image]:
+        """Raises ValueError for what isn't base64."""
+        return [Image.from_bytes(base64.b64decode(text, validate=True)) for text in self.images]
+
+
+def encoded(images: Sequence[Image]) -> list[str]:
+    """Images in the form that an exchange keeps."""
+    return [base64.b64encode(image.data).decode() for image in images]
 
 
 @dataclass
@@ -46,7 +58,7 @@ class Conversation:
         found: list[Message | GeneratedTurn | Text] = []
         for each in self.exchanges:
             raw = self.prompt_format == "raw"
-            found.append(Text(each.user) if raw else Message("user", each.user))
+            found.append(Text(each.user) if raw else Message.user(each.user, each.shown()))
             if each.turn_id:
                 found.append(GeneratedTurn(each.turn_id, each.session_id, each.answer))
             else:
@@ -82,8 +94,12 @@ def load(data_root: Path, key: str, prompt_format: str, model: str) -> Conversat
             [str(text) for text in data["system"]],
             [Exchange(**exchange) for exchange in data["exchanges"]],
         )
+        for exchange in kept.exchanges:
+            exchange.shown()
     except (KeyError, TypeError) as error:
         raise _unusable(path, f"it lacks {error}") from None
+    except ValueError as error:
+        raise _unusable(path, f"an image in it is damaged ({error})") from None
     if kept.prompt_format != prompt_format:
         raise InvalidRequest.of(
             "session",

@@ -35,6 +35,7 @@ COMMANDS = {
     "plan": "modeld.cli.commands.plan:plan",
     "doctor": "modeld.cli.commands.doctor:doctor",
     "tokenize": "modeld.cli.commands.tokenize:tokenize",
+    "embed": "modeld.cli.commands.embed:embed",
     "serve": "modeld.cli.commands.serve:serve",
     "drain": "modeld.cli.commands.drain:drain",
     "version": "modeld.cli.commands.version:version",

@@ -34,6 +34,13 @@ DEFAULT_COLUMNS = 80
 Options = Sequence[tuple[str, str]]
 
 
+def executor(name: str, reason: str) -> str:
+    """Which of its engine's ways runs a model, and why."""
+    if reason.startswith(f"{name}:"):
+        return reason
+    return f"{name}: {reason}" if reason else name
+
+
 def facts_line(name: str, model_type: str, facts: ModelFacts) -> str:
     """One line: what the model is."""
     parts = f", {facts.parts} files" if facts.parts > 1 else ""

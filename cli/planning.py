@@ -126,7 +126,7 @@ class LocalPlanner:
         answer = offline.describe(
             self.config,
             stored,
-            self._request(wanted),
+            self._request(stored.type, wanted),
             machine=self._machine,
             what_if=wanted.what_if,
             companions=wanted.companions,
@@ -135,12 +135,13 @@ class LocalPlanner:
         )
         return from_proto(Description, answer)
 
-    def _request(self, wanted: Wanted) -> CapacityRequest:
+    def _request(self, model_type: str, wanted: Wanted) -> CapacityRequest:
+        config = self.config
+        if wanted.what_if:
+            config = config.with_settings(wanted.what_if, "what-if")
+        k_type, v_type = config.kv_types(model_type, wanted.k_type, wanted.v_type)
         return CapacityRequest(
-            window=wanted.window,
-            k_type=wanted.k_type or self.config.k_type,
-            v_type=wanted.v_type or self.config.v_type,
-            sessions=wanted.sessions,
+            window=wanted.window, k_type=k_type, v_type=v_type, sessions=wanted.sessions
         )
 
     def _find(self, model: str) -> StoredModel:
@@ -241,8 +242,6 @@ def draft(
     """
     wanted = Wanted(
         window=tokens,
-        k_type=what_if.get("k_type", "").strip().lower(),
-        v_type=what_if.get("v_type", "").strip().lower(),
         what_if=what_if,
     )
     described = local.describe(path, wanted)

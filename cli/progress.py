@@ -22,6 +22,7 @@ from modeld.client import Chunk, ImportProgress, LoadProgress, QueueStatus
 STAGES = {
     "starting_worker": "starting the engine",
     "verifying": "verifying the file",
+    "converting": "converting the model for OpenVINO",
     "loading": "loading the model",
     "opening": "opening a session",
     "check": "checking the file",

@@ -11,7 +11,7 @@ import grpc.aio
 
 from modeld.client.calls import Call
 from modeld.client.errors import from_rpc_error, typed_error
-from modeld.client.transport import CHANNEL_OPTIONS, OWNER_METADATA, stalled
+from modeld.client.transport import CHANNEL_OPTIONS, OWNER_METADATA, check_size, stalled
 
 T = TypeVar("T")
 
@@ -33,6 +33,7 @@ class AsyncTransport:
         return grpc.aio.Metadata(*(((OWNER_METADATA, self.owner),) if self.owner else ()))
 
     async def unary(self, call: Call[T]) -> T:
+        check_size(call)
         method = self._channel.unary_unary(
             call.path,
             request_serializer=_serialize,
@@ -45,6 +46,7 @@ class AsyncTransport:
         return call.parse(answer)
 
     def stream(self, call: Call[T], stall_s: float | None = None) -> AsyncStream[T]:
+        check_size(call)
         method = self._channel.unary_stream(
             call.path,
             request_serializer=_serialize,

@@ -6,6 +6,7 @@ Pure; shared by the synchronous and the asyncio client, so that only the transpo
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from modeld.client.prompts import Message, ToolInput, chat_message, prompt_part
 from modeld.client.sendable import sendable, unsendable
 from modeld.shared.capacity import Companions
 from modeld.shared.errors import InvalidRequest
+from modeld.shared.manifest import AdapterId
 from modeld.v1 import daemon_pb2, model_pb2, session_pb2
 
 T = TypeVar("T")
@@ -233,7 +235,7 @@ class OpenOptions:
     """What a session is opened, and after a loss reopened, with."""
 
     model: str
-    model_type: str = "llama"
+    model_type: str = ""
     window: int = 0
     k_type: str = ""
     v_type: str = ""
@@ -244,6 +246,7 @@ class OpenOptions:
     overflow: str = "refuse"
     layout: str = "isolated"
     durable: bool = False
+    adapters: tuple[AdapterId, ...] = ()
 
 
 @sendable
@@ -261,6 +264,7 @@ def open_session(options: OpenOptions, timeout_s: float | None) -> Call[OpenEven
         no_wait=options.no_wait,
         profile_id=options.profile_id,
         prompt_format=options.prompt_format,
+        adapters=[{"digest": one.digest, "scale": one.scale} for one in options.adapters],
     )
     _put(request, "window", options.window)
     parse = events(
@@ -285,7 +289,7 @@ def _choice(field: str, value: str, prefix: str, numbers: Mapping[str, int]) -> 
 def describe(
     model: str,
     *,
-    model_type: str = "llama",
+    model_type: str = "",
     window: int = 0,
     k_type: str = "",
     v_type: str = "",
@@ -325,6 +329,28 @@ def tokenize(
         model=model, text=text, parse_special=parse_special, add_bos=add_bos, load=load
     )
     return _session("Tokenize", request, values.Tokens, _may_load(load, deadlines))
+
+
+@sendable
+def embed(
+    model: str,
+    texts: str | Sequence[str],
+    *,
+    model_type: str,
+    pooling: str,
+    normalize: bool,
+    no_wait: bool,
+    timeout_s: float | None,
+) -> Call[values.Embeddings]:
+    request = session_pb2.EmbedRequest(
+        model=model,
+        texts=[texts] if isinstance(texts, str) else texts,
+        model_type=model_type,
+        pooling=pooling,
+        normalize=normalize,
+        no_wait=no_wait,
+    )
+    return _session("Embed", request, values.Embeddings, timeout_s)
 
 
 @sendable
@@ -397,7 +423,9 @@ TURN_EVENTS: Mapping[str, type[Any]] = {
 class DecodeOptions:
     """How to generate. None takes the daemon's default; with nothing set, decoding is greedy.
 
-    ``max_tokens`` 0: until the window is full. ``stream_interval_ms`` 0: each token at once.
+    ``max_tokens`` 0: until the window is full. ``stream_interval_ms`` 0: each token at once. One
+    of ``json_schema`` (its text or the schema itself), ``regex`` and ``grammar`` (Lark) constrains
+    the whole answer; with any other stop reason than EOS the text is a beginning of such an answer.
     """
 
     max_tokens: int = 0
@@ -413,7 +441,7 @@ class DecodeOptions:
     seed: int | None = None
     logit_bias: Mapping[int, float] | None = None
     stop: str | Sequence[str] = ()
-    json_schema: str | None = None
+    json_schema: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
     grammar: str | None = None
     stream_interval_ms: int | None = None
@@ -422,11 +450,20 @@ class DecodeOptions:
     ignore_eos: bool = False
 
     def to_proto(self) -> session_pb2.DecodeOptions:
-        """Raises InvalidRequest for a value that the field's type can't hold."""
+        """Raises InvalidRequest for a value that the field's type can't hold, and for more than
+        one constraint.
+        """
+        constraints = [name for name in _STRUCTURED if getattr(self, name) is not None]
+        if len(constraints) > 1:
+            raise InvalidRequest.of(
+                "options.structured", " and ".join(constraints), f"one of {', '.join(_STRUCTURED)}"
+            )
         options = session_pb2.DecodeOptions()
         options.sampling.SetInParent()
         for name in (*_SAMPLING, *_STRUCTURED, *_PLAIN):
             value = getattr(self, name)
+            if name == "json_schema" and isinstance(value, Mapping | bool):
+                value = _schema_text(value)
             if value is not None:
                 part = options.sampling if name in _SAMPLING else options
                 _put(options.structured if name in _STRUCTURED else part, name, value)
@@ -451,6 +488,17 @@ _SAMPLING = (
 )
 _STRUCTURED = ("json_schema", "regex", "grammar")
 _PLAIN = ("max_tokens", "stream_interval_ms", "token_ids", "top_logprobs", "ignore_eos")
+
+
+def _schema_text(schema: Mapping[str, Any] | bool) -> str:
+    """Its JSON, the properties in the order given: that is their order in an answer."""
+    try:
+        return json.dumps(schema if isinstance(schema, bool) else dict(schema), ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        allowed = "a schema that can be written as JSON"
+        raise InvalidRequest.of(
+            "json_schema", type(schema).__name__, allowed, f"({type(error).__name__})"
+        ) from None
 
 
 def _put(target: Proto, name: str, value: object) -> None:

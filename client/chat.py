@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from modeld.client.prompts import GeneratedTurn, Message, PromptItem, Segment
+from modeld.client.prompts import GeneratedTurn, Message, PromptItem, Segment, message_from
 from modeld.client.session_core import StreamState
 from modeld.shared.errors import InvalidRequest
 
@@ -28,8 +28,27 @@ class History:
         self.items.append(user)
         self.items.append(answer if answer is not None else Message("assistant", text))
 
+    def parts(self, user: Message) -> tuple[list[PromptItem], list[PromptItem]]:
+        """What to send as prefix and suffix before an answer to ``user``."""
+        return parted([*self.items, user])
+
     def recorder(self, user: Message) -> Callable[[StreamState, GeneratedTurn | None], None]:
         return lambda state, answer: self.add(user, answer, state.text)
+
+
+def parted(items: Sequence[PromptItem]) -> tuple[list[PromptItem], list[PromptItem]]:
+    """A conversation as prefix and suffix: the last item is the suffix, or all from the first
+    message with an image on, since images are taken in a suffix only.
+    """
+    split = next((index for index, item in enumerate(items) if _has_images(item)), len(items) - 1)
+    return list(items[:split]), list(items[split:])
+
+
+def _has_images(item: PromptItem) -> bool:
+    content = item.content if isinstance(item, Segment) else item
+    if isinstance(content, Mapping):
+        content = message_from(content)
+    return isinstance(content, Message) and content.has_images
 
 
 def require_chat(prompt_format: str) -> None:

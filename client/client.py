@@ -18,6 +18,7 @@ from modeld.client.session import Session
 from modeld.client.session_core import RecoveryCallback, SessionCore
 from modeld.client.transport import Stream, Transport
 from modeld.shared.capacity import Companions
+from modeld.shared.manifest import AdapterId
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -115,10 +116,11 @@ class Client:
         prompt_format: str = "",
         k_type: str = "",
         v_type: str = "",
-        model_type: str = "llama",
+        model_type: str = "",
         overflow: str = "refuse",
         layout: str = "isolated",
         durable: bool = False,
+        adapters: Sequence[AdapterId] = (),
         no_wait: bool = False,
         timeout: float | None = None,
         on_progress: ProgressCallback | None = None,
@@ -126,6 +128,8 @@ class Client:
         on_recovery: RecoveryCallback | None = None,
     ) -> Session:
         """Make the model resident if need be, and open (or by key attach to) a session.
+
+        ``adapters`` are LoRA adapters of the store, by the digests that ``models`` tells.
 
         ``window`` in tokens, 0: chosen by the planner. ``prompt_format`` "": chat where the model
         has a template, else raw. With ``recover`` a lost session is reopened by itself, and says
@@ -145,6 +149,7 @@ class Client:
             overflow=overflow,
             layout=layout,
             durable=durable,
+            adapters=tuple(adapters),
         )
         timeout_s = timeout if timeout is not None else self.deadlines.open_s
         call = calls.open_session(options, timeout_s)
@@ -215,7 +220,7 @@ class Client:
         window: int = 0,
         k_type: str = "",
         v_type: str = "",
-        model_type: str = "llama",
+        model_type: str = "",
         prompt_format: str = "",
         profile_id: str = "",
         session_id: str = "",
@@ -254,7 +259,7 @@ class Client:
         self,
         model: str,
         *,
-        model_type: str = "llama",
+        model_type: str = "",
         no_wait: bool = False,
         timeout: float | None = None,
         on_progress: ProgressCallback | None = None,
@@ -268,7 +273,7 @@ class Client:
         model: str,
         expected_generation: int,
         *,
-        model_type: str = "llama",
+        model_type: str = "",
         no_wait: bool = False,
         timeout: float | None = None,
         on_progress: ProgressCallback | None = None,
@@ -330,6 +335,35 @@ class Client:
             add_bos=add_bos,
             load=load,
             deadlines=self.deadlines,
+        )
+        return self._transport.unary(call)
+
+    def embed(
+        self,
+        model: str,
+        texts: str | Sequence[str],
+        *,
+        pooling: str = "",
+        normalize: bool = True,
+        model_type: str = "",
+        no_wait: bool = False,
+        timeout: float | None = None,
+    ) -> values.Embeddings:
+        """The vectors of one or many texts, by an embedding model, which is loaded if need be.
+
+        ``pooling`` mean, cls or last; "": what the model declares, else mean. ``normalize``: to
+        length 1. Raises ContextOverflow for a text that is too long, InvalidRequest for an empty
+        one, and UnsupportedFeature for a model that generates; then nothing was embedded.
+        """
+        timeout_s = timeout if timeout is not None else self.deadlines.open_s
+        call = calls.embed(
+            model,
+            texts,
+            model_type=model_type,
+            pooling=pooling,
+            normalize=normalize,
+            no_wait=no_wait,
+            timeout_s=timeout_s,
         )
         return self._transport.unary(call)
 

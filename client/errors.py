@@ -71,6 +71,10 @@ class StreamStalled(CallError):
     """A stream brought nothing for ``stall_s`` seconds and was cancelled."""
 
 
+class MessageTooLarge(CallError):
+    """A message exceeds what one side's gRPC takes (the daemon's setting max_message_bytes)."""
+
+
 class UnexpectedStatus(CallError):
     """Any other status; the daemon's log has more."""
 
@@ -109,6 +113,12 @@ def typed_error(code: grpc.StatusCode, details: str, trailing: Metadata | None) 
         return ConnectionLost(
             f"The connection to the daemon is lost: {details or 'no details'}. "
             "See `modeld status`; start a daemon with `modeld serve`.",
+            code.name,
+        )
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # the daemon's own has its reason with it
+        return MessageTooLarge(
+            f"The transport refused the message: {details or 'no details'}. Send less text, or "
+            "fewer or smaller images, at once, or raise the daemon's max_message_bytes.",
             code.name,
         )
     if code is grpc.StatusCode.CANCELLED:

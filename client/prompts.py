@@ -5,13 +5,16 @@ Pure. Knows the manifest's rules, not the transport, and not any model's templat
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias, assert_never
 
 from modeld.client.values import ToolCall
 from modeld.shared.errors import InvalidRequest
+from modeld.shared.images import ALLOWED, MIME_TYPES, NamedImage, checked_header
 from modeld.shared.manifest import (
     Identity,
     SegmentId,
@@ -41,10 +44,34 @@ class Text:
 
 @dataclass(frozen=True)
 class Image:
-    """An encoded image; refused by daemons that don't serve vision."""
+    """An encoded PNG, JPEG or WebP image, for messages of the suffix; refused where the model
+    takes none. ``mime_type`` "": whatever the bytes are.
+    """
 
     data: bytes
-    mime_type: str
+    mime_type: str = ""
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Image:
+        """Raises InvalidRequest where the file can't be read or isn't such an image."""
+        try:
+            return cls.from_bytes(Path(path).read_bytes(), str(path))
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            raise InvalidRequest.of(
+                "image", str(path), ALLOWED, f"It can't be read: {why}."
+            ) from None
+
+    @classmethod
+    async def from_file_async(cls, path: str | Path) -> Image:
+        """``from_file``, without blocking the event loop."""
+        return await asyncio.to_thread(cls.from_file, path)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str = "image") -> Image:
+        """With the MIME type that the bytes tell. Raises InvalidRequest as ``from_file`` does."""
+        header = checked_header(NamedImage(name, data, ""))
+        return cls(data, MIME_TYPES[header.kind])
 
 
 @dataclass(frozen=True)
@@ -56,6 +83,15 @@ class Message:
     name: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
+
+    @classmethod
+    def user(cls, text: str, images: Sequence[Image] = ()) -> Message:
+        """A user's message: images, then the text."""
+        return cls("user", (*images, text) if images else text)
+
+    @property
+    def has_images(self) -> bool:
+        return any(isinstance(part, Image) for part in _parts(self))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from modeld.client.chat import History, require_chat
 from modeld.client.errors import RECOVERABLE, ClientError
 from modeld.client.prompts import (
     GeneratedTurn,
+    Image,
     Message,
     PromptInput,
     PromptItem,
@@ -322,9 +323,14 @@ class Chat:
     def session(self) -> Session:
         return self._session
 
-    def send(self, text: str | Message, **options: Any) -> TurnStream:
-        """The answer to a user's message, as a stream; options are those of ``turn``."""
-        user = Message("user", text) if isinstance(text, str) else text
-        return self._session.turn(
-            self.history, [user], _on_done=self._history.recorder(user), **options
-        )
+    def send(
+        self, text: str | Message, *, images: Sequence[Image] = (), **options: Any
+    ) -> TurnStream:
+        """The answer to a user's message, as a stream; options are those of ``turn``.
+
+        ``images`` go with a ``text`` that is a string. From the first message with an image on,
+        the conversation is sent as the suffix, which is the only place where images are taken.
+        """
+        user = Message.user(text, images) if isinstance(text, str) else text
+        prefix, suffix = self._history.parts(user)
+        return self._session.turn(prefix, suffix, _on_done=self._history.recorder(user), **options)

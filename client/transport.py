@@ -15,18 +15,32 @@ import grpc
 
 from modeld.client.calls import Call
 from modeld.client.errors import StreamStalled, from_rpc_error
+from modeld.shared.errors import InvalidRequest
 
 T = TypeVar("T")
 
 OWNER_METADATA = "modeld-owner"
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
-    ("grpc.max_send_message_length", 64 * 1024 * 1024),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),  # the daemon is local; a proxy would only break it
     ("grpc.enable_retries", 0),  # nothing is replayed behind the caller's back
     # A shared connection may still lead to an owner that another has followed by now.
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+
+def check_size(call: Call[Any]) -> None:
+    """Raises InvalidRequest for a request that the channel would refuse without a reason."""
+    size = call.request.ByteSize()
+    if size > MAX_MESSAGE_BYTES:
+        raise InvalidRequest.of(
+            "request",
+            f"{size} bytes",
+            f"at most {MAX_MESSAGE_BYTES} bytes a call",
+            "Send less text, or fewer or smaller images, at once. Nothing was sent.",
+        )
 
 
 def stalled(stall_s: float) -> StreamStalled:
@@ -52,6 +66,7 @@ class Transport:
         return ((OWNER_METADATA, self.owner),) if self.owner else ()
 
     def unary(self, call: Call[T]) -> T:
+        check_size(call)
         method = self._channel.unary_unary(
             call.path,
             request_serializer=_serialize,
@@ -64,6 +79,7 @@ class Transport:
         return call.parse(answer)
 
     def stream(self, call: Call[T], stall_s: float | None = None) -> Stream[T]:
+        check_size(call)
         method = self._channel.unary_stream(
             call.path,
             request_serializer=_serialize,

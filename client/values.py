@@ -264,6 +264,7 @@ class PrefillStatus:
     turns_recomputed: int
     resolved: tuple[ResolvedSegment, ...]
     seen_tokens: int
+    reused_lower_bound: bool = False
 
 
 @dataclass(frozen=True)
@@ -404,12 +405,34 @@ class Description:
     resolution_source: str
     template_supports_tools: bool
     machine: Machine
+    executor: str = ""  # of a resident model: which of its engine's ways runs it
+    executor_reason: str = ""
 
 
 @dataclass(frozen=True)
 class Tokens:
     token_ids: tuple[int, ...]
     pieces: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """A text's vector. ``tokens`` counts those that the tokenizer puts around the text too."""
+
+    values: tuple[float, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """In the order of the texts. ``pooling`` is what was used: mean, cls or last."""
+
+    embeddings: tuple[Embedding, ...]
+    dimensions: int
+    pooling: str
+    normalized: bool
+    engine_seconds: float
+    queue_seconds: float
 
 
 @dataclass(frozen=True)
@@ -465,6 +488,7 @@ class ModelInfo:
     resident: bool
     imported_unix_ms: int
     linked: bool
+    executor: str = ""  # of a resident model: which of its engine's ways runs it
 
 
 @dataclass(frozen=True)
@@ -540,6 +564,8 @@ class SlotStatus:
     reclaimable_bytes: int
     worker: WorkerStatus
     identity: Identity
+    executor: str = ""  # of the resident model: which of its engine's ways runs it
+    executor_reason: str = ""
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,14 @@ class AskRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     k_type: str = "f16"
     v_type: str = "f16"
     flash_attn: bool = False
+    device: str = ""  # the engine's name of the one device to compile for; "": its default
     windows: list[int] = []  # tokens; beyond what the model takes, its ceiling is tried once
 
 
 class AskPoint(msgspec.Struct, forbid_unknown_fields=True):
-    """What a context of ``cells`` costs on the host, in bytes, as the engine reports it."""
+    """What a context of ``cells`` costs on the host, in bytes, as the engine reports it (0: it
+    doesn't tell).
+    """
 
     cells: int
     kv_bytes: int
@@ -43,6 +46,8 @@ class AskAnswer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     loader: str
     words: str = ""
     generates: str = ""
+    device: str = ""  # why the device that was asked can't be used, in the engine's words
+    copied_bytes: int = 0  # memory beside its file's pages that loading it took; 0: not measured
     backend_version: str = ""
     build_digest: str = ""
     devices: list[EngineDevice] = []

@@ -221,6 +221,17 @@ class CapacityPolicy:
 
 
 @dataclass(frozen=True)
+class AdapterUse:
+    """A LoRA adapter of the store, as a session asks for it."""
+
+    digest: str  # SHA-256 hex of its file
+    scale: float
+    name: str
+    path: str
+    memory_bytes: int  # as an engine holds it
+
+
+@dataclass(frozen=True)
 class CapacityRequest:
     """What a caller asks: window 0 means automatic. Types are ggml names."""
 
@@ -228,6 +239,7 @@ class CapacityRequest:
     k_type: str = "f16"
     v_type: str = "f16"
     sessions: int = 0  # sessions of this window that must fit; 0: the policy's share
+    adapters: tuple[AdapterUse, ...] = ()  # beside the model, in this order
 
 
 @dataclass(frozen=True)
@@ -257,6 +269,7 @@ class EngineMeasure:
 
     points: tuple[MeasuredPoint, ...] = ()
     source: str = ""
+    copied_bytes: int = 0  # memory of its own beside the file's pages, once loaded; 0: not measured
 
 
 @dataclass(frozen=True)
@@ -277,8 +290,8 @@ class SlotUse:
     cells: int = 0  # KV cells allocated by live and reclaimable contexts
     resident_bytes: int = 0  # of those contexts, on the host; weights are charged apart
     reclaimable_bytes: int = 0  # what evicting closed sessions' contexts gives back
-    # Compute buffers of all contexts. The engine touches them as it works, so that a reading of
-    # available memory may still hold what is promised to them.
+    # What was promised to contexts and isn't touched yet, so that a reading of available memory
+    # still holds it: compute buffers, and KV where the engine touches it only as it fills.
     compute_bytes: int = 0
     sessions: int = 0
     # Cells of what is reclaimable; 0 with reclaimable bytes: taken in proportion to the bytes.
@@ -288,6 +301,9 @@ class SlotUse:
     weights_anonymous_bytes: int = 0
     gpu_layers: int = -1  # as the resident model was loaded; -1: nothing is loaded, plan it
     tensor_split: tuple[float, ...] = ()
+    # What other slots hold on this host: of it, what a reading still counts as available, and all.
+    elsewhere_untouched_bytes: int = 0
+    elsewhere_bytes: int = 0
     on_devices: tuple[PlacedUse, ...] = ()
 
 

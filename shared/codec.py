@@ -62,6 +62,14 @@ def decode_any_payload(raw: msgspec.Raw) -> Payload:
     return decode_payload(raw, msgspec.Struct)  # type: ignore[return-value]
 
 
+def decode_struct(data: bytes, expected: type[T]) -> T:
+    """A struct that isn't a payload, such as a file's header; raises CodecError."""
+    try:
+        return msgspec.msgpack.decode(_checked(data), type=expected)
+    except _BAD_FRAME as error:
+        raise CodecError(f"bad {expected.__name__}: {error}") from None
+
+
 def canonical(value: Any) -> bytes:
     """Deterministic MessagePack (sorted keys, shortest forms): what digests are made of."""
     return _canonical.encode(value)

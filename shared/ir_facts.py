@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import stat
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -18,13 +17,11 @@ from typing import Any
 import msgspec
 
 from modeld.shared.capacity import LayerFacts, LayerKind, ModelFacts
-from modeld.shared.errors import ModelLoadFailed
+from modeld.shared.ir_embedding import declared_pooling, gives_hidden_states, layers_without_kv
+from modeld.shared.ir_files import MAX_XML_BYTES, file_size, open_regular, read_object, refused
+from modeld.shared.ir_texts import ir_texts
 
 NAMES = ("openvino_language_model", "openvino_model")  # the former beside a vision encoder
-MAX_JSON_BYTES = 4 * 1024 * 1024
-MAX_TOKENIZER_JSON_BYTES = 32 * 1024 * 1024  # some list every added token
-MAX_TEMPLATE_BYTES = 1024 * 1024
-MAX_XML_BYTES = 64 * 1024 * 1024
 MAX_LAYERS = 4096
 MAX_NUMBER = 2**31 - 1
 _HEAD_BYTES = 64 * 1024
@@ -68,19 +65,22 @@ def ir_facts(folder: Path) -> ModelFacts:
     """
     stem = next((name for name in NAMES if (folder / f"{name}.xml").exists()), "")
     if not stem:
-        raise _refused(folder, f"it has no {' or '.join(f'{name}.xml' for name in NAMES)}")
+        raise refused(folder, f"it has no {' or '.join(f'{name}.xml' for name in NAMES)}")
     xml, weights = folder / f"{stem}.xml", folder / f"{stem}.bin"
-    weights_bytes = _size(weights)
-    file_bytes = weights_bytes + _size(xml)
+    weights_bytes = file_size(weights)
+    file_bytes = weights_bytes + file_size(xml)
     _check_ir(xml)
-    config = _json(folder / "config.json", MAX_JSON_BYTES)
+    config = read_object(folder / "config.json")
     for name in _NESTED:
         nested = config.get(name)
         if isinstance(nested, dict):
             config = {**config, **nested}
-    layers, unknown = _layers(xml, config)
-    tokenizer = _json(folder / "tokenizer_config.json", MAX_TOKENIZER_JSON_BYTES)
-    template = _template(folder, tokenizer)
+    embedder = gives_hidden_states(xml)
+    if embedder:
+        layers, unknown = layers_without_kv(_number(config, "num_hidden_layers")), False
+    else:
+        layers, unknown = _layers(xml, config)
+    texts = ir_texts(folder)
     return ModelFacts(
         architecture=_text(config, "model_type"),
         name=folder.resolve().name[:200],
@@ -91,95 +91,47 @@ def ir_facts(folder: Path) -> ModelFacts:
         vocabulary=_number(config, "vocab_size"),
         weights_bytes=weights_bytes,
         file_bytes=file_bytes,
-        quantization=_text(_json(folder / "openvino_config.json", MAX_JSON_BYTES), "dtype"),
+        quantization=_text(read_object(folder / "openvino_config.json"), "dtype"),
         sliding_window=max((layer.window_cells for layer in layers), default=0)
         or _number(config, "sliding_window"),
         unknown_pattern=unknown,
         recurrent=any(layer.kind is LayerKind.RECURRENT for layer in layers),
-        has_template=bool(template),
-        template_digest=hashlib.sha256(template.encode()).hexdigest() if template else "",
-        add_bos=tokenizer.get("add_bos_token") is True,
+        has_template=bool(texts.template),
+        template_digest=texts.digest,
+        add_bos=texts.add_bos,
         feed_forward_length=_number(config, "intermediate_size"),
         rope=_rope(config),
         model_type="openvino",
+        pooling=declared_pooling(folder) if embedder else "",
         window_pattern_source="config.json" if any(layer.window_cells for layer in layers) else "",
     )
 
 
-# --- files -----------------------------------------------------------------------------------
-
-
-def _refused(path: Path, why: str) -> ModelLoadFailed:
-    return ModelLoadFailed(
-        f"{path.name} can't be used as an OpenVINO model: {why}. Export or fetch the model again.",
-        metadata={"file": path.name, "cause": "ir"},
-    )
-
-
-def _open(path: Path) -> tuple[int, int]:
-    """A descriptor of a regular file, and its size. The caller closes it."""
-    try:
-        # Not blocking: a named pipe in a file's place must not hold the caller.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise _refused(path, f"it can't be opened ({reason})") from None
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        raise _refused(path, "it is not a regular file")
-    return descriptor, status.st_size
-
-
-def _size(path: Path) -> int:
-    descriptor, size = _open(path)
-    os.close(descriptor)
-    return size
-
-
-def _read(path: Path, most: int) -> bytes:
-    descriptor, size = _open(path)
-    with os.fdopen(descriptor, "rb") as file:
-        if size > most:
-            raise _refused(path, f"it has {size} bytes, and at most {most} are read")
-        return file.read(most)
-
-
-def _json(path: Path, most: int) -> Mapping[str, Any]:
-    """The object in a JSON file; empty if there is no file."""
-    if not os.path.lexists(path):
-        return {}
-    try:
-        value = msgspec.json.decode(_read(path, most))
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _refused(path, f"it is not JSON ({str(error)[:100]})") from None
-    if not isinstance(value, dict):
-        raise _refused(path, "it doesn't hold a JSON object")
-    return value
+# --- the model file --------------------------------------------------------------------------
 
 
 def _check_ir(xml: Path) -> None:
-    descriptor, _ = _open(xml)
+    descriptor, _ = open_regular(xml)
     with os.fdopen(descriptor, "rb") as file:
         if _NET.search(file.read(_HEAD_BYTES)) is None:
-            raise _refused(xml, "it doesn't begin as an IR of version 10 or 11 does")
+            raise refused(xml, "it doesn't begin as an IR of version 10 or 11 does")
 
 
 def _past_shapes(xml: Path) -> dict[int, dict[bytes, tuple[int, int]]]:
     """(heads, length) of keys and values by layer, as far as the model file tells."""
     found: dict[int, dict[bytes, tuple[int, int]]] = {}
     names = 0
-    descriptor, size = _open(xml)
+    descriptor, size = open_regular(xml)
     with os.fdopen(descriptor, "rb") as file:
         if size > MAX_XML_BYTES:
-            raise _refused(xml, f"it has {size} bytes, and at most {MAX_XML_BYTES} are read")
+            raise refused(xml, f"it has {size} bytes, and at most {MAX_XML_BYTES} are read")
         window = b""
         while chunk := file.read(_CHUNK_BYTES):
             window = window[-_OVERLAP_BYTES:] + chunk
             for match in _PAST.finditer(window):
                 names += 1
                 if names > _MAX_PAST:
-                    raise _refused(xml, f"it names more than {_MAX_PAST} states")
+                    raise refused(xml, f"it names more than {_MAX_PAST} states")
                 if not window.endswith((b" variable_id", b" name"), 0, match.start()):
                     continue  # of a port, which tells no shape
                 told = _SHAPE.search(window, match.end(), match.end() + _SHAPE_WITHIN_BYTES)
@@ -197,20 +149,6 @@ def _heads_and_length(shape: bytes) -> tuple[int, int] | None:
     return size_of if max(size_of) <= MAX_NUMBER else None
 
 
-def _template(folder: Path, tokenizer: Mapping[str, Any]) -> str:
-    path = folder / "chat_template.jinja"
-    if os.path.lexists(path):
-        try:
-            return _read(path, MAX_TEMPLATE_BYTES).decode()
-        except UnicodeDecodeError:
-            raise _refused(path, "it is not valid UTF-8") from None
-    value = tokenizer.get("chat_template")
-    if isinstance(value, list):  # several, by name
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else ""
-
-
 # --- settings --------------------------------------------------------------------------------
 
 
@@ -219,7 +157,7 @@ def _number(config: Mapping[str, Any], key: str, default: int = 0) -> int:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_NUMBER:
-        raise _refused(Path("config.json"), f"{key!r} is {value!r:.100}, not a count")
+        raise refused(Path("config.json"), f"{key!r} is {value!r:.100}, not a count")
     return value
 
 
@@ -242,7 +180,7 @@ def _layers(xml: Path, config: Mapping[str, Any]) -> tuple[tuple[LayerFacts, ...
     """Runs of layers, and whether a declared window has no known pattern."""
     count = _number(config, "num_hidden_layers")
     if count > MAX_LAYERS:
-        raise _refused(Path("config.json"), f"it has {count} layers, more than {MAX_LAYERS}")
+        raise refused(Path("config.json"), f"it has {count} layers, more than {MAX_LAYERS}")
     heads = _number(config, "num_attention_heads")
     kv_heads = _number(config, "num_key_value_heads", heads)
     length = _number(config, "head_dim") or _number(config, "hidden_size") // max(heads, 1)
@@ -268,7 +206,7 @@ def _kinds(config: Mapping[str, Any], count: int) -> tuple[list[LayerKind], int,
     listed = config.get("layer_types")
     if listed is not None:
         if not isinstance(listed, list) or len(listed) != count:
-            raise _refused(Path("config.json"), f"'layer_types' isn't a list of {count} layers")
+            raise refused(Path("config.json"), f"'layer_types' isn't a list of {count} layers")
         kinds = [
             _KINDS.get(name, LayerKind.FULL) if isinstance(name, str) else LayerKind.FULL
             for name in listed
@@ -288,7 +226,7 @@ def _kinds(config: Mapping[str, Any], count: int) -> tuple[list[LayerKind], int,
 def _layers_of_states(xml: Path) -> tuple[LayerFacts, ...]:
     shapes = _past_shapes(xml)
     if not shapes or set(shapes) != set(range(len(shapes))):
-        raise _refused(
+        raise refused(
             xml, "config.json doesn't tell its layers and heads, and neither does this file"
         )
     layers = []
@@ -296,7 +234,7 @@ def _layers_of_states(xml: Path) -> tuple[LayerFacts, ...]:
         key = shapes[number].get(b"key")
         value = shapes[number].get(b"value", key)
         if key is None or value is None or key[0] != value[0]:
-            raise _refused(xml, f"the states of layer {number} don't tell its keys and values")
+            raise refused(xml, f"the states of layer {number} don't tell its keys and values")
         layers.append(LayerFacts(1, key[0], key[1], value[1]))
     _check_rows(sum(one.kv_heads * (one.key_length + one.value_length) for one in layers), 0)
     return tuple(_runs(layers))
@@ -304,7 +242,7 @@ def _layers_of_states(xml: Path) -> tuple[LayerFacts, ...]:
 
 def _check_rows(elements: int, tokens: int) -> None:
     if elements * 4 * max(tokens, 1) >= 2**63:
-        raise _refused(Path("config.json"), f"KV of {tokens} tokens would take over 2^63 bytes")
+        raise refused(Path("config.json"), f"KV of {tokens} tokens would take over 2^63 bytes")
 
 
 def _runs(layers: list[LayerFacts]) -> list[LayerFacts]:

@@ -104,6 +104,14 @@ class WireError(_Message):
 # --- model -----------------------------------------------------------------------------------
 
 
+class AdapterIn(_Message):
+    """A LoRA adapter to apply: its file, SHA-256 hex and the scale of what it adds."""
+
+    path: str
+    digest: str
+    scale: float
+
+
 class LoadOp(_Message):
     path: str
     model: str
@@ -117,6 +125,12 @@ class LoadOp(_Message):
     devices: list[str] = []  # engine names of the accelerators to use, in the engine's order
     tensor_split: list[float] = []  # one share for each of ``devices``: how many layers it takes
     quality: bool = False  # run the greedy probe and report what it sampled
+    # KV types that the first session will ask for; an engine that compiles them in does so now.
+    k_type: str = "f16"
+    v_type: str = "f16"
+    device: str = ""  # the engine's own name of the one device to compile for; "": its default
+    window: int = 0  # tokens that the first session was planned; 0: not known
+    adapters: list[AdapterIn] = []  # applied all, in this order
 
 
 class Progress(_Message):
@@ -160,6 +174,15 @@ class LoadResult(_Message):
     # sliding_window, embedding_length, heads, kv_heads, vocabulary, recurrent (0 or 1), …
     traits: dict[str, int] = {}
     quality: QualityOut | None = None
+    executor: str = ""  # which of an engine's ways to run a model serves this one
+    executor_reason: str = ""
+    # A context's KV is reserved when it is made, and touched as it fills: until then a reading of
+    # free memory still counts it.
+    kv_untouched: bool = False
+    # In the place of the greeting's, while this model is loaded: seconds, by kind of call.
+    longest_gap_s: dict[str, float] = {}
+    # Cache types, as "K/V", at which imported states were seen to continue bit for bit.
+    exact_state_types: list[str] = []
 
 
 class UnloadOp(_Message):
@@ -179,6 +202,15 @@ class Message(_Message):
     tool_calls: list[ToolCallPart] = []
     tool_call_id: str = ""
     name: str = ""
+    images: list[ImageIn] = []  # in order
+
+
+class ImageIn(_Message):
+    """An encoded image of a message, which stands before the text's character ``at``."""
+
+    data: bytes
+    mime_type: str  # "": whatever the content is
+    at: int = 0
 
 
 class ToolCallPart(_Message):
@@ -255,6 +287,93 @@ class CloseResult(_Message):
     reclaimable_placed: list[PlacedOut] = []
 
 
+# --- residency: a session's KV on disk, in a second session, shorter ------------------------------
+
+
+class ExportOp(_Message):
+    """Write the KV of a range of positions to a new file."""
+
+    session_id: str
+    path: str  # absolute; its folder exists, it doesn't
+    begin: int = 0
+    end: int = -1  # -1: all that the session's context holds, what is retained included
+
+
+class ExportResult(_Message):
+    begin: int
+    end: int
+    tokens: int  # 0 where it was cancelled: then nothing was written
+    file_bytes: int
+    payload_bytes: int  # of those, the engine's own
+    digest: str  # SHA-256 hex that covers every byte of the file
+    chain: str  # SHA-256 hex that names the KV of all tokens up to ``end``
+    exact: bool
+    exact_reason: str
+    seconds: float
+    cancelled: bool = False
+
+
+class ImportOp(_Message):
+    """Take an exported range: a whole one in the place of what the context holds, any other
+    behind exactly the tokens that came before it.
+    """
+
+    session_id: str
+    path: str
+
+
+class ImportResult(_Message):
+    begin: int
+    end: int
+    tokens: int  # 0 where it was cancelled: then nothing changed
+    resident: int
+    available: int
+    retained: int
+    payload_bytes: int
+    digest: str
+    exact: bool
+    exact_reason: str
+    seconds: float
+    cancelled: bool = False
+    slot_cells: int = 0
+    slot_bytes: int = 0
+    slot_compute_bytes: int = 0
+    reclaimable_bytes: int = 0
+    slot_placed: list[PlacedOut] = []
+    reclaimable_placed: list[PlacedOut] = []
+
+
+class ForkOp(_Message):
+    """A second session of the same prompt, answers and KV, which goes on by itself."""
+
+    session_id: str
+    new_session_id: str
+    free_bytes: int = 0  # as in OpenOp
+    compute_bytes: int = 0
+
+
+class ForkResult(OpenResult, kw_only=True):
+    """``retained`` and ``resident`` are the new session's."""
+
+    copied: int  # tokens
+    resident: int
+    seconds: float
+
+
+class TrimOp(_Message):
+    """Remove what the session's context holds from position ``keep`` on."""
+
+    session_id: str
+    keep: int
+
+
+class TrimResult(_Message):
+    dropped: int  # tokens, retained ones included
+    resident: int
+    available: int
+    retained: int
+
+
 class EnsureOp(_Message):
     session_id: str
     prefix: PromptIn
@@ -287,6 +406,7 @@ class Status(_Message):
     seen_tokens: int
     seconds: float
     segments: list[SegmentOut]  # of prefix, then suffix
+    reused_lower_bound: bool = False  # more may have been reused, and as many fewer prefilled
 
 
 class SamplingIn(_Message):
@@ -311,6 +431,8 @@ class DecodeIn(_Message):
     token_ids: bool = False
     top_logprobs: int = 0
     ignore_eos: bool = False
+    structured_kind: str = ""  # json_schema | regex | grammar; "": none
+    structured: str = ""  # the constraint's text
 
 
 class DecodeOp(_Message):
@@ -413,11 +535,29 @@ class RenderResult(_Message):
     ids: list[int]
 
 
+class EmbedOp(_Message):
+    texts: list[str]
+    pooling: str = ""  # mean | cls | last; "": what the model declares
+    normalize: bool = True  # to length 1
+
+
+class EmbedResult(_Message):
+    dimensions: int
+    pooling: str
+    tokens: list[int]  # of each text, with what the tokenizer puts around it
+    vectors: bytes  # float32, little-endian: a row of ``dimensions`` for each text
+    normalized: bool
+    seconds: float
+    cancelled: bool = False  # then there are fewer rows than texts
+
+
 Payload: TypeAlias = (
     Hello | Welcome | Heartbeat | Cancel | Credit | Shutdown | WireError
     | LoadOp | Progress | LoadResult | UnloadOp | Empty
     | OpenOp | OpenResult | CloseOp | CloseResult
+    | ExportOp | ExportResult | ImportOp | ImportResult | ForkOp | ForkResult | TrimOp | TrimResult
     | EnsureOp | SuffixOp | Status | DecodeOp | TurnOp | ChunkOut | FinalOut
     | ExplainOp | ExplainResult
     | TokenizeOp | TokenizeResult | DetokenizeOp | DetokenizeResult | RenderOp | RenderResult
+    | EmbedOp | EmbedResult
 )  # fmt: skip

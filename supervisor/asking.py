@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 120.0
 MAX_ANSWER_BYTES = 1 << 20
-MODULES = {"llama": "modeld.workers.llama.ask"}
+MODULES = {"llama": "modeld.workers.llama.ask", "openvino": "modeld.workers.openvino.ask"}
 
 
 def ask_engine(backend: str, request: AskRequest, timeout_s: float = TIMEOUT_S) -> AskAnswer:
@@ -34,7 +34,7 @@ def ask_engine(backend: str, request: AskRequest, timeout_s: float = TIMEOUT_S) 
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ) as process:
-            _offer_to_oom_killer(process.pid)
+            offer_to_oom_killer(process.pid)
             try:
                 out, err = process.communicate(msgspec.json.encode(request), timeout_s)
             except BaseException:
@@ -63,7 +63,7 @@ def _unknown(why: str) -> AskAnswer:
     return AskAnswer(loader="unknown", words=why)
 
 
-def _offer_to_oom_killer(pid: int) -> None:
+def offer_to_oom_killer(pid: int) -> None:
     """Have the kernel end the question rather than a worker with open sessions, where memory runs
     out. From here: most of what it takes comes with its imports.
     """

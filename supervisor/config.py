@@ -48,6 +48,8 @@ PLANNED = (
     "user_limit_bytes",
     "k_type",
     "v_type",
+    "openvino_kv_type",
+    "openvino_device",
     "placement",
     "gpu_layers",
     "devices",
@@ -83,6 +85,8 @@ class Config:
     user_limit_bytes: int
     k_type: str
     v_type: str
+    openvino_kv_type: str
+    openvino_device: str
     placement: str
     gpu_layers: int
     devices: tuple[str, ...]
@@ -134,6 +138,15 @@ class Config:
             device_limit_bytes=self.device_limit_bytes,
             devices=() if self.devices == NO_DEVICES else self.devices,
         )
+
+    def kv_types(self, backend: str, k_type: str = "", v_type: str = "") -> tuple[str, str]:
+        """The KV types of a backend's model, "" being the settings'. Of an openvino model's, one
+        stands for both.
+        """
+        if backend == "openvino":
+            k_type = k_type or v_type or self.openvino_kv_type
+            return k_type, v_type or k_type
+        return k_type or self.k_type, v_type or self.v_type
 
     def with_settings(self, changes: Mapping[str, str], where: str) -> Config:
         """The same with some settings of the planner as if they were these texts.

@@ -28,6 +28,7 @@ from modeld.supervisor.events import EventBus
 from modeld.supervisor.evidence import EvidenceStore
 from modeld.supervisor.fleet import HeartbeatLimits, WorkerKeeper
 from modeld.supervisor.generation import GenerationStore
+from modeld.supervisor.holdings import Holdings
 from modeld.supervisor.launcher import LocalLauncher
 from modeld.supervisor.lease import Lease
 from modeld.supervisor.link import Link
@@ -55,7 +56,10 @@ HEARTBEAT_INTERVAL_S = 0.5
 TICK_S = 1.0
 FLUSH_S = 2.0  # for answers that are on their way when the last operation has ended
 _OWN_SOCKET = ".s-"  # with eight characters behind, no longer than the known name
-WORKER_MODULES = {"llama": "modeld.workers.llama"}
+WORKER_MODULES = {
+    "llama": "modeld.workers.llama",
+    "openvino": "modeld.workers.openvino",
+}
 SERVICE_NAMES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
     for module, name in (
@@ -87,6 +91,7 @@ class Daemon:
         self._exit_code = EXIT_OK
         self._slots: dict[str, ModelSlot] = {}
         self._bus = EventBus()
+        self._holdings = Holdings()
         self._probe = probe or MachineProbe()
         self._lease: Lease
 
@@ -162,7 +167,9 @@ class Daemon:
             generations=generations,
             bus=self._bus,
             planning=Planning(backend, self.config, self._probe, evidence),
+            holdings=self._holdings,
         )
+        self._holdings.join(backend, slot.held)
         keeper = WorkerKeeper(
             backend,
             LocalLauncher(self._modules[backend], self.config.data_root),

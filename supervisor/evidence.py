@@ -42,6 +42,8 @@ class Costs(msgspec.Struct, kw_only=True):
     dry: list[AskPoint] = []  # asked with nothing allocated
     loads: list[AskPoint] = []  # reported after contexts were made
     notes: list[str] = []
+    copied: int = 0  # bytes that loading took beside the file's pages, when it was asked
+    copied_at_load: int = 0  # the same of the latest load
 
 
 class BuildEvidence(msgspec.Struct, kw_only=True):
@@ -77,6 +79,11 @@ class Evidence(msgspec.Struct, kw_only=True):
 
 def cost_key(n_batch: int, n_ubatch: int, k_type: str, v_type: str, flash_attn: bool) -> str:
     return f"batch {n_batch}/{n_ubatch}, K {k_type}, V {v_type}, flash {int(flash_attn)}"
+
+
+def paged_key(n_ubatch: int, k_type: str, v_type: str, device: str) -> str:
+    """As ``cost_key``, for a model that is compiled for one device and its types."""
+    return f"chunk {n_ubatch}, K {k_type}, V {v_type}, on {device}"
 
 
 class EvidenceStore:
@@ -118,6 +125,7 @@ class EvidenceStore:
         return EngineMeasure(
             tuple(MeasuredPoint(p.cells, p.kv_bytes, p.compute_bytes) for p in ordered),
             "dry run" if costs.dry else "loads",
+            max(costs.copied, costs.copied_at_load),
         )
 
     # --- what is found out -----------------------------------------------------------------------
@@ -131,6 +139,7 @@ class EvidenceStore:
         known.generates, known.traits = answer.generates, answer.traits
         costs = _kept(known.costs, key, Costs(), MAX_SETTINGS)
         costs.dry, costs.notes = answer.points, answer.notes
+        costs.copied = answer.copied_bytes
         if answer.loader != "unknown":
             self._write(evidence)
 
@@ -143,6 +152,14 @@ class EvidenceStore:
             return
         others = [p for p in costs.loads if p.cells != point.cells]
         costs.loads = [*others, point][-MAX_POINTS:]
+        self._write(evidence)
+
+    def model_loaded(self, digest: str, build: str, key: str, copied: int) -> None:
+        """Keep what loading the model took beside its file's pages, in bytes."""
+        evidence = self.get(digest)
+        known = _kept(evidence.builds, build, BuildEvidence(), MAX_BUILDS)
+        costs = _kept(known.costs, key, Costs(), MAX_SETTINGS)
+        costs.copied_at_load = copied
         self._write(evidence)
 
     def wants_quality(self, digest: str, build: str, placement: str) -> bool:

@@ -28,8 +28,12 @@ def declared_traits(facts: ModelFacts) -> Mapping[str, int]:
     }
 
 
-def check_load(facts: ModelFacts, load: LoadResult, planned: Resolution) -> tuple[str, ...]:
-    """What a loaded model is, against the file's header and the plan."""
+def check_load(
+    facts: ModelFacts, load: LoadResult, planned: Resolution, copied: int = 0
+) -> tuple[str, ...]:
+    """What a loaded model is, against the file's header and the plan. ``copied``: bytes of its own
+    that loading took beside the file's pages; 0: not known.
+    """
     found = [
         f"the file declares {name} {declared}, the engine reads {load.traits[name]}"
         for name, declared in declared_traits(facts).items()
@@ -46,6 +50,12 @@ def check_load(facts: ModelFacts, load: LoadResult, planned: Resolution) -> tupl
         name = row.engine_name or HOST_DEVICE
         if planned.gpu_layers and name in placed:
             found += _apart(f"weights on {name}", row.weights_bytes, placed[name], WEIGHTS_SLACK)
+    expected = next((row.bytes for row in planned.budget if row.name == "weights_copied"), 0)
+    if expected and copied > expected * (1 + COMPUTE_SLACK):
+        found.append(
+            f"{expected} bytes were planned for weights in the engine's own form, loading took "
+            f"{copied}"
+        )
     return tuple(found)
 
 

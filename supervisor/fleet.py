@@ -13,7 +13,7 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from modeld.shared.errors import SessionFatal, WorkerUnavailable
@@ -49,7 +49,7 @@ from modeld.supervisor.lifecycle import (
 from modeld.supervisor.link import Link, Operation, Peer
 from modeld.supervisor.oom import oom_kills
 from modeld.supervisor.process import ABORT_GRACE_S, Handle, take_down
-from modeld.supervisor.restart import RestartPolicy, Restarts
+from modeld.supervisor.restart import EXIT_CANNOT_BOOT, RestartPolicy, Restarts
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ _TELLING = re.compile(
     r"|(ggml|llama|openvino)\w*: )|GGML_ASSERT|ov::\w*Exception"
 )
 _LINE_LIMIT = 300  # characters
+PACKAGES = ("llama", "openvino")  # backends that are extras of the package
 
 # The kinds of engine call, as a worker declares its longest gaps by, that a request makes.
 CALL_KINDS: dict[str, tuple[str, ...]] = {
@@ -76,6 +77,11 @@ CALL_KINDS: dict[str, tuple[str, ...]] = {
     "TokenizeOp": ("tokenize",),
     "DetokenizeOp": ("tokenize",),
     "RenderOp": ("tokenize",),
+    "EmbedOp": ("tokenize", "embed"),
+    "ExportOp": ("copy",),
+    "ImportOp": ("copy",),
+    "ForkOp": ("copy",),
+    "TrimOp": ("copy",),
 }
 
 
@@ -149,6 +155,8 @@ class WorkerKeeper:
         self.backend = backend
         self.hello: Hello | None = None
         self.heartbeat: Heartbeat | None = None
+        # Of the model that is loaded, in the place of the greeting's: seconds, by kind of call.
+        self.longest_gap_s: Mapping[str, float] = {}
         self.last_death: Death | None = None
         self.failure = ""  # why it is FAILED
         self.limits = limits or HeartbeatLimits()
@@ -300,10 +308,16 @@ class WorkerKeeper:
             text += f"; the last one was lost: {self.last_death.text}"
         if self.state is WorkerState.FAILED:
             text += f". {self.failure}. Find the cause in the worker's log, then clear it"
+            if self.backend in PACKAGES and self._cannot_boot():
+                metadata["install"] = how = f"pip install 'modeld[{self.backend}]'"
+                text += f" or start the daemon again. Where its engine isn't installed: {how}"
         elif self._machine.will_return:
             text += f". Try again in {restart_in_s:.1f} s"
         retry_after_s = max(restart_in_s, 0.1) if self._machine.will_return else None
         return WorkerUnavailable(f"{text}.", metadata=metadata, retry_after_s=retry_after_s)
+
+    def _cannot_boot(self) -> bool:
+        return self.last_death is not None and self.last_death.exit_code == EXIT_CANNOT_BOOT
 
     # --- what happens to it: the link's listener, timers, exits ---------------------------
 
@@ -380,7 +394,7 @@ class WorkerKeeper:
         return ""
 
     def _silence_limit_s(self, peer: Peer) -> float:
-        declared = self.hello.longest_gap_s if self.hello else {}
+        declared = self.longest_gap_s or (self.hello.longest_gap_s if self.hello else {})
         kinds = {
             kind
             for operation in peer.operations.values()
@@ -495,6 +509,7 @@ class WorkerKeeper:
         self._peer = None
         self.hello = None
         self.heartbeat = None
+        self.longest_gap_s = {}
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None

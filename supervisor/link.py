@@ -30,7 +30,13 @@ from modeld.shared.codec import (
     encode_envelope,
     encode_payload,
 )
-from modeld.shared.errors import GenerationStale, ModeldError, SessionFatal, WorkerUnavailable
+from modeld.shared.errors import (
+    GenerationStale,
+    InvalidRequest,
+    ModeldError,
+    SessionFatal,
+    WorkerUnavailable,
+)
 from modeld.shared.errors import from_wire as error_from_wire
 from modeld.shared.messages import (
     MAX_FRAME_BYTES,
@@ -336,8 +342,9 @@ class Link:
     ) -> Operation:
         """Send a request, and then ``credit`` chunks of credit. Sent once, never again.
 
-        Raises WorkerUnavailable if nothing was sent, GenerationStale if a newer generation's
-        request went to this worker before. ``on_end`` is called once, on the loop.
+        Raises WorkerUnavailable if nothing was sent, InvalidRequest if it is too large to be,
+        GenerationStale if a newer generation's request went to this worker before. ``on_end`` is
+        called once, on the loop.
         """
         peer = self._peers.get(epoch)
         if peer is None or not peer.trusted:
@@ -351,6 +358,13 @@ class Link:
         operation = Operation(peer, self._last_op, generation, type(payload).__name__, on_end)
         try:
             self.send(epoch, Kind.OP, generation, operation.op_id, payload)
+        except CodecError as error:
+            raise InvalidRequest.of(
+                "request",
+                str(error),
+                f"what fits a frame of {MAX_FRAME_BYTES} bytes",
+                "Send less text, or fewer or smaller images, at once. Nothing was sent.",
+            ) from None
         except zmq.ZMQError as error:
             raise _not_sent(str(error)) from None
         peer.generation = generation

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from modeld.shared.capabilities import Capability, parse_capability
 from modeld.shared.capacity import (
+    AdapterUse,
     CapacityRequest,
     Companions,
     MachineReading,
@@ -27,6 +28,7 @@ from modeld.shared.errors import (
     ModelLoadFailed,
     ModelNotActive,
     ModelQuarantined,
+    ShuttingDown,
     SwitchRequired,
 )
 from modeld.shared.host_memory import anonymous_bytes
@@ -44,9 +46,11 @@ from modeld.shared.messages import (
 from modeld.shared.planner.capacity import confirm
 from modeld.shared.planner.remedies import use_after_switch
 from modeld.supervisor.findings import check_context, check_load
+from modeld.supervisor.holdings import Held
 from modeld.supervisor.models.store import StoredModel
 from modeld.supervisor.planning import Question, allowed
 from modeld.supervisor.sessions import Session, check_attach
+from modeld.supervisor.slot import FINAL
 from modeld.supervisor.slot_core import Caller, Report, SlotCore, ignore_progress
 from modeld.supervisor.slot_events import (
     Event,
@@ -66,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_RETRY_S = 600.0
 # Settings that decide where layers go, which a load carries out.
-PLACING = {"placement", "gpu_layers", "devices", "tensor_split"}
+PLACING = {"placement", "gpu_layers", "devices", "tensor_split", "openvino_device"}
 
 
 @dataclass(frozen=True)
@@ -114,14 +118,13 @@ class ModelSlot(SlotCore):
     ) -> float:
         """Make ``model`` resident; the seconds the load took (0: it was resident).
 
-        ``capacity`` is what a session will ask of it: it decides what goes to accelerators.
+        ``capacity`` is what a session will ask of it: it decides what goes to accelerators, and
+        the KV types where an engine compiles them in. None: a resident model will do as it is.
 
         Raises SwitchRequired, ModelLoadFailed, ModelQuarantined, InsufficientMemory,
         WorkerUnavailable, ModelBusy or GenerationStale.
         """
         started = time.monotonic()
-        if capacity is None:
-            capacity = CapacityRequest(k_type=self.config.k_type, v_type=self.config.v_type)
         while True:
             try:
                 return await self._ensure_loaded(
@@ -137,29 +140,54 @@ class ModelSlot(SlotCore):
         model: StoredModel,
         caller: Caller,
         report: Report,
-        capacity: CapacityRequest,
+        capacity: CapacityRequest | None,
         force_switch: bool,
         expected_generation: int | None,
     ) -> float:
-        if self._is_resident(model) and expected_generation is None:
+        if self._is_resident(model, capacity) and expected_generation is None:
             return 0.0
-        self._refuse_switch(model, force_switch)
+        self._refuse_switch(model, capacity, force_switch)
         async with self.hold("", "load", caller, exclusive=True):
             # Waiting may have changed everything: look again.
             if expected_generation is not None and expected_generation != self.sessions.generation:
                 raise self.sessions.stale(expected_generation)
-            if self._is_resident(model):
+            if self._is_resident(model, capacity):
                 return 0.0
-            self._refuse_switch(model, force_switch)
+            self._refuse_switch(model, capacity, force_switch)
+            if capacity is None:
+                k_type, v_type = self.config.kv_types(self.backend)
+                capacity = CapacityRequest(k_type=k_type, v_type=v_type)
             return await self._load(model, caller, report, capacity)
 
-    def _is_resident(self, model: StoredModel) -> bool:
-        return self.resident is not None and self.resident.model.digest == model.digest
+    @property
+    def kv_types(self) -> tuple[str, str]:
+        """Those of a session that asks for none: the settings', or those that are compiled in."""
+        if self.resident is not None and self.backend == "openvino":
+            return self.resident.kv_types
+        return self.config.kv_types(self.backend)
 
-    def _refuse_switch(self, model: StoredModel, force: bool) -> None:
+    def _is_resident(self, model: StoredModel, capacity: CapacityRequest | None = None) -> bool:
+        """Whether it is loaded, and serves such sessions as it is."""
+        resident = self.resident
+        if resident is None or resident.model.digest != model.digest:
+            return False
+        if capacity is not None and resident.adapters != capacity.adapters:
+            return False
+        # A model that OpenVINO runs is compiled for its KV types; others take them by session.
+        if capacity is None or self.backend != "openvino":
+            return True
+        return resident.kv_types == (capacity.k_type, capacity.v_type)
+
+    def _refuse_switch(
+        self, model: StoredModel, capacity: CapacityRequest | None, force: bool
+    ) -> None:
         attached = self.sessions.attached(time.monotonic())
-        if self.resident is None or force or not attached or self._is_resident(model):
+        if self.resident is None or force or not attached or self._is_resident(model, capacity):
             return
+        if capacity is not None and self._is_resident(model):
+            if self.resident.adapters != capacity.adapters:
+                raise self._other_adapters(self.resident, capacity, len(attached))
+            raise self._other_kv_types(self.resident, capacity, len(attached))
         raise SwitchRequired(
             f"{self.model_name!r} is resident with {len(attached)} open session(s), so "
             f"{model.name!r} can't be loaded behind their back. Close them, wait until they are "
@@ -168,6 +196,43 @@ class ModelSlot(SlotCore):
                 "resident_model": self.model_name,
                 "requested_model": model.name,
                 "sessions": len(attached),
+                "generation": self.sessions.generation,
+            },
+        )
+
+    def _other_adapters(
+        self, resident: Resident, capacity: CapacityRequest, attached: int
+    ) -> SwitchRequired:
+        has, wanted = adapter_words(resident.adapters), adapter_words(capacity.adapters)
+        return SwitchRequired(
+            f"{self.model_name!r} is resident with {has} and {attached} open session(s); {wanted} "
+            "needs it loaded again. Ask for what is resident, or close the sessions.",
+            metadata={
+                "resident_model": self.model_name,
+                "requested_model": self.model_name,
+                "resident_adapters": has,
+                "adapters": wanted,
+                "sessions": attached,
+                "generation": self.sessions.generation,
+            },
+        )
+
+    def _other_kv_types(
+        self, resident: Resident, capacity: CapacityRequest, attached: int
+    ) -> SwitchRequired:
+        k_type, v_type = resident.kv_types
+        return SwitchRequired(
+            f"{self.model_name!r} is resident, compiled for KV of {k_type}, with {attached} open "
+            f"session(s); K {capacity.k_type} and V {capacity.v_type} need it loaded again. Ask "
+            f"for {k_type}, or close the sessions.",
+            metadata={
+                "resident_model": self.model_name,
+                "requested_model": self.model_name,
+                "resident_k_type": k_type,
+                "resident_v_type": v_type,
+                "k_type": capacity.k_type,
+                "v_type": capacity.v_type,
+                "sessions": attached,
                 "generation": self.sessions.generation,
             },
         )
@@ -184,14 +249,21 @@ class ModelSlot(SlotCore):
             )
         await report("starting_worker", 0.0)
         await self.keeper.ready(caller.deadline)
-        await self.planning.ensure_asked(model, capacity)
         self._refuse_unloadable(model)
-        switching = self.resident is not None
+        path = await self._store.conversions.ensure(model, report)
+        await self.planning.ensure_asked(model, capacity, path=path)
+        self._refuse_unloadable(model)
+        # Anew for other KV types or adapters, which is no switch: nothing of it stays meanwhile.
+        again = self._is_resident(model)
+        switching = self.resident is not None and not again
         # Refuse before anything is given up: with the resident model's memory counted as free.
         machine = await self.planning.read()
         question = self._question(model, capacity)
         planned = self.plan.resolve(question, machine)
+        self._refuse_ending()  # any of these may have taken until after the drain began
         target = SlotModel(model.name, model.digest)
+        if again:
+            await self._unload(UnloadRequested(f"load {model.name} for other KV types or adapters"))
         if switching:
             self._give_up_resident(SwitchRequested(target))
             await self.call(UnloadOp())
@@ -205,9 +277,14 @@ class ModelSlot(SlotCore):
 
         digest, build = model.digest, self.planning.build
         quality = self.planning.evidence.wants_quality(digest, build, planned.placement)
-        request = self.plan.load_op(model, planned, quality=quality)
+        adapters = capacity.adapters
+        request = self.plan.load_op(
+            model, planned, path, quality=quality and not adapters, adapters=adapters
+        )
+        before = self._worker_bytes()
         try:
-            result = await self.call(request, on_data=on_data)
+            with self.plan.under_way(planned, load=True):
+                result = await self.call(request, on_data=on_data)
         except BaseException as error:
             if self.machine.state in (SlotState.LOADING, SlotState.SWITCHING):
                 given_up = isinstance(error, asyncio.CancelledError)
@@ -217,15 +294,34 @@ class ModelSlot(SlotCore):
                     self.spawn(self._discard_load())
             raise
         assert isinstance(result, LoadResult)
-        findings = check_load(model.facts, result, planned)
-        self.resident = Resident(model, model.facts, result, planned, findings)
-        self.plan.loaded(result, planned, self._worker_bytes())
+        after = self._worker_bytes()
+        copied = self.plan.copied(after, before)
+        findings = check_load(model.facts, result, planned, copied)
+        self.resident = Resident(model, model.facts, result, planned, findings, adapters)
+        self.plan.loaded(result, planned, after, before)
+        self.keeper.longest_gap_s = result.longest_gap_s
         self._tell_findings(findings)
         self.apply(LoadDone())
         self.idle.touch(time.monotonic())
+        if copied and not adapters:
+            await self.planning.model_loaded(digest, capacity, copied)
         if result.quality is not None:
             await self.planning.quality_seen(digest, planned.placement, result.quality)
         return time.monotonic() - started
+
+    def begin_drain(self) -> None:
+        super().begin_drain()
+        self._store.conversions.end()  # nobody will load what comes out
+
+    def owner_lost(self, cause: str) -> None:
+        super().owner_lost(cause)
+        self._store.conversions.end()
+
+    def _refuse_ending(self) -> None:
+        if self.machine.state in FINAL:
+            raise ShuttingDown(
+                "The daemon is draining. Start it again, or retry later.", retry_after_s=5.0
+            )
 
     def _refuse_unloadable(self, model: StoredModel) -> None:
         """The engine has said that it can't load this file: it isn't made to try."""
@@ -280,6 +376,7 @@ class ModelSlot(SlotCore):
         except BaseException:
             self.resident = resident  # nothing was given up
             raise
+        self.keeper.longest_gap_s = {}
 
     async def _unload(self, event: Event) -> int:
         closed = len(self.sessions)
@@ -315,6 +412,11 @@ class ModelSlot(SlotCore):
 
     # --- planning ------------------------------------------------------------------------------
 
+    def held(self) -> Held:
+        """What the other slots plan beside."""
+        self.plan.touched(self._worker_bytes())
+        return self.plan.held()
+
     def _worker_bytes(self) -> int | None:
         pid = self.keeper.pid
         return anonymous_bytes(pid) if pid else None
@@ -326,7 +428,7 @@ class ModelSlot(SlotCore):
         return self.plan.question(
             model,
             request,
-            resident=self._is_resident(model),
+            resident=self._is_resident(model, request),
             occupied=self.resident is not None,
             companions=companions,
         )
@@ -340,7 +442,7 @@ class ModelSlot(SlotCore):
         config = self.config.with_settings(what.settings, "what_if") if what.settings else None
         await self.planning.ensure_asked(model, what.request, config)
         question = self._question(model, what.request, what.companions)
-        if self._is_resident(model) and PLACING & set(what.settings):
+        if self._is_resident(model, what.request) and PLACING & set(what.settings):
             # Layers stay where they are until the model is loaded again: plan for that.
             question = replace(question, use=use_after_switch(question.use))
         machine = what.machine
@@ -361,7 +463,7 @@ class ModelSlot(SlotCore):
         profile_id: str,
     ) -> Identity:
         """The identity of a session; ``runtime_digest`` is "" while the model isn't resident."""
-        load = self.resident.load if self.resident and self._is_resident(model) else None
+        load = self.resident.load if self.resident and self._is_resident(model, request) else None
         return self.plan.identity(
             model,
             request,
@@ -392,7 +494,7 @@ class ModelSlot(SlotCore):
                     attached = self._attach(request)
                     if attached is not None:
                         return attached
-                    if not self._is_resident(model):
+                    if not self._is_resident(model, request.capacity):
                         continue
                     waited_s = hold.waited_s
                     await report("opening", 1.0)
@@ -437,19 +539,19 @@ class ModelSlot(SlotCore):
             profile_id=request.profile_id,
         )
         session_id = self.sessions.new_id()
-        result = await self.call(
-            OpenOp(
-                session_id=session_id,
-                prompt_format=identity.prompt_format,
-                window=window,
-                k_type=request.capacity.k_type,
-                v_type=request.capacity.v_type,
-                kv_digest=identity.kv_digest,
-                runtime_digest=identity.runtime_digest,
-                free_bytes=planned.free_bytes,
-                compute_bytes=planned.compute_bytes if not planned.gpu_layers else 0,
-            )
+        operation = OpenOp(
+            session_id=session_id,
+            prompt_format=identity.prompt_format,
+            window=window,
+            k_type=request.capacity.k_type,
+            v_type=request.capacity.v_type,
+            kv_digest=identity.kv_digest,
+            runtime_digest=identity.runtime_digest,
+            free_bytes=planned.free_bytes,
+            compute_bytes=planned.compute_bytes if not planned.gpu_layers else 0,
         )
+        with self.plan.under_way(planned, load=False):
+            result = await self.call(operation)
         assert isinstance(result, OpenResult)
         findings = check_context(planned, result)
         self._tell_findings(findings)
@@ -483,7 +585,7 @@ class ModelSlot(SlotCore):
             used_at=now,
         )
         self.sessions.add(session)
-        self.plan.count(result, len(self.sessions))
+        self.plan.count(result, len(self.sessions), planned)
         self.latest = resolution
         self._bus.emit(
             "session",
@@ -549,8 +651,16 @@ class ModelSlot(SlotCore):
         return self.resident
 
 
+def adapter_words(adapters: tuple[AdapterUse, ...]) -> str:
+    return ", ".join(f"{one.name} at {one.scale:g}" for one in adapters) or "no adapters"
+
+
 def capabilities_of(load: LoadResult) -> tuple[Capability, ...]:
-    return tuple(parse_capability(name, text) for name, text in sorted(load.capabilities.items()))
+    return tuple(
+        # It names the executor, and why it is that one: what is asked of it isn't yes or no.
+        Capability(name, "yes", text) if name == "executor" else parse_capability(name, text)
+        for name, text in sorted(load.capabilities.items())
+    )
 
 
 def _cause(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from modeld.supervisor.config import Config
 from modeld.supervisor.evidence import EvidenceStore
 from modeld.supervisor.models.facts import read_facts
 from modeld.supervisor.models.store import ModelRecord, ModelStore, StoredModel
-from modeld.supervisor.planning import Ask, Planning, Probe, Question, allowed, check_v_type
+from modeld.supervisor.planning import Ask, Planning, Probe, Question, allowed, check_kv_types
 from modeld.supervisor.probes.machine import MachineProbe
 from modeld.supervisor.questions import answers
 from modeld.supervisor.rpc import convert
@@ -125,8 +125,7 @@ def describe(
         EvidenceStore(config.data_root, read_only=True),
         ask,
     )
-    if model.type == "llama":
-        check_v_type(request.v_type)
+    check_kv_types(model.type, request.k_type, request.v_type)
     asyncio.run(planning.ensure_asked(model, request))
     reading = allowed(machine, config.devices) if machine else asyncio.run(planning.read())
     others: tuple[ModelFacts, ...] = ()
@@ -147,6 +146,7 @@ def describe(
         reading,
         planning.evidence.quality(model.digest),
         resident=False,
+        device_words=planning.device_words(model.digest, request),
     )
     return session.DescribeResponse(
         model=model.name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from modeld.shared.capabilities import Capability
 from modeld.shared.capacity import LayerKind, MachineReading, ModelFacts, Resolution
+from modeld.shared.ir_embedding import embeds
 from modeld.supervisor.evidence import BuildEvidence
 
 NOT_ASKED = "the engine has not been asked about this file yet"
@@ -21,13 +22,16 @@ def answers(
     quality: Capability,
     *,
     resident: bool,
+    device_words: str = "",
 ) -> list[Capability]:
-    """``machine`` None: the plan is an open session's own."""
+    """``machine`` None: the plan is an open session's own. ``device_words``: why the device that
+    the settings name can't be used.
+    """
     return [
         _metadata(facts),
-        _loader(known, resident),
-        _task(known, resident),
-        _device(plan, machine, resident),
+        _loader(facts, known, resident),
+        _task(facts, known, resident),
+        _device(plan, machine, resident, device_words),
         _memory(plan, machine),
         quality,
     ]
@@ -51,21 +55,25 @@ def _metadata(facts: ModelFacts) -> Capability:
     return Capability("metadata_parsed", "yes" if layers else "unknown", text)
 
 
-def _loader(known: BuildEvidence, resident: bool) -> Capability:
+def _loader(facts: ModelFacts, known: BuildEvidence, resident: bool) -> Capability:
     name = "loader_supports_architecture"
     if resident:
         return Capability(name, "yes", "loaded by the linked engine")
     if known.loader == "yes":
-        return Capability(
-            name, "yes", f"{known.backend_version} took the file's shape in a dry run"
-        )
+        how = "took the file's shape in a dry run"
+        if facts.model_type == "openvino":
+            how = "loaded and ran it in a trial"
+        return Capability(name, "yes", f"{known.backend_version} {how}")
     if known.loader == "no":
         return Capability(name, "no", f"{known.backend_version} refused it: {known.words}")
     return Capability(name, "unknown", known.words or NOT_ASKED)
 
 
-def _task(known: BuildEvidence, resident: bool) -> Capability:
+def _task(facts: ModelFacts, known: BuildEvidence, resident: bool) -> Capability:
     name = "pipeline_supports_task"
+    if embeds(facts):
+        said = "embed: loaded for it" if resident else f"embed: {known.words or NOT_ASKED}"
+        return Capability(name, "yes" if resident else "unknown", said)
     if resident:
         return Capability(name, "yes", "generate: loaded for it")
     if known.loader == "no":
@@ -77,7 +85,9 @@ def _task(known: BuildEvidence, resident: bool) -> Capability:
     return Capability(name, "yes", "generate: the engine's own report of the file")
 
 
-def _device(plan: Resolution, machine: MachineReading | None, resident: bool) -> Capability:
+def _device(
+    plan: Resolution, machine: MachineReading | None, resident: bool, words: str
+) -> Capability:
     name = "device_supports_it"
     used = [row for row in plan.devices if row.engine_name and row.layers > 0]
     where = ", ".join(f"{row.engine_name} ({row.name})" for row in used) or "the host's processor"
@@ -87,6 +97,8 @@ def _device(plan: Resolution, machine: MachineReading | None, resident: bool) ->
         )
     if resident:
         return Capability(name, "yes", f"{where}: it runs there")
+    if words:
+        return Capability(name, "no", f"the setting openvino_device names one that fails: {words}")
     if not used:
         idle = [d.name for d in machine.devices if not d.engine_name] if machine else []
         if idle:

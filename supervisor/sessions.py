@@ -183,6 +183,10 @@ def check_attach(
         "window": (capacity.window or session.request.window, session.request.window),
         "k_type": (capacity.k_type, session.request.k_type),
         "v_type": (capacity.v_type, session.request.v_type),
+        "adapters": (
+            tuple((one.digest, one.scale) for one in capacity.adapters),
+            tuple((one.digest, one.scale) for one in session.identity.adapters),
+        ),
     }
     for name, (asked, actual) in wanted.items():
         if asked != actual:

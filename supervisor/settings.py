@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from modeld.shared.errors import InvalidRequest
+from modeld.shared.planner import openvino_kv
 from modeld.shared.planner.placement import MAX_CONTEXT_TOKENS
 from modeld.shared.planner.windows import LEAST_SHARE, MAX_SESSIONS, MOST_SHARE, is_share
 
@@ -28,6 +29,7 @@ EIB = 1 << 60  # more than any machine's memory, and sums of such sizes still fi
 MAX_SIZE_LETTERS = 40
 MAX_SHOWN = 200  # letters of a bad value in a message
 UNQUANTISED = ("f16", "bf16", "f32")
+BACKENDS = ("llama", "openvino")
 
 
 class ConfigError(InvalidRequest):
@@ -36,9 +38,9 @@ class ConfigError(InvalidRequest):
 
 @dataclass(frozen=True)
 class Setting:
-    """One row. ``kind`` is text, int, seconds, size, bool, choice, list (of choices), names (any),
-    shares (numbers) or path; ``minimum`` and ``maximum`` are inclusive; ``zero`` says what 0 means
-    where it is outside the range, ``why`` what rules other choices out."""
+    """One row. ``kind`` is text, name, int, seconds, size, bool, choice, list (of choices), names
+    (any), shares (numbers) or path; ``minimum`` and ``maximum`` are inclusive; ``zero`` says what
+    0 means where it is outside the range, ``why`` what rules other choices out."""
 
     name: str
     kind: str
@@ -69,6 +71,8 @@ class Setting:
             return "true or false"
         if self.kind == "path":
             return "the path of a file that can be read, or nothing"
+        if self.kind == "name":
+            return "a name of at most 64 letters, digits, '.', '_' and '-'"
         if self.kind == "text":
             return "host:port, or nothing for a unix socket in the data root"
         what = {
@@ -96,7 +100,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("tls_cert", "path", "", "the server's certificate chain (PEM)"),
     Setting("tls_key", "path", "", "the server's private key (PEM)"),
     Setting("tls_client_ca", "path", "", "whose client certificates are let in (PEM)"),
-    Setting("backends", "list", ("llama",), "engines to serve", choices=("llama",)),
+    Setting(
+        "backends", "list", ("llama",), "engines to serve, each in a process of its own",
+        choices=BACKENDS,
+    ),
     Setting(
         "idle_release_s", "seconds", 300.0,
         "free the model's memory after this long without work; 0: never",
@@ -129,10 +136,20 @@ SETTINGS: tuple[Setting, ...] = (
         "user_limit_bytes", "size", 0, "most memory that modeld may plan with; 0: no limit",
         maximum=EIB,
     ),
-    Setting("k_type", "choice", "f16", "KV cache type of the keys", choices=KV_TYPES),
     Setting(
-        "v_type", "choice", "f16", "KV cache type of the values", choices=UNQUANTISED,
+        "k_type", "choice", "f16", "KV cache type of a llama model's keys", choices=KV_TYPES
+    ),
+    Setting(
+        "v_type", "choice", "f16", "KV cache type of a llama model's values", choices=UNQUANTISED,
         why="quantised values need flash attention, which is off; keys can be quantised",
+    ),
+    Setting(
+        "openvino_kv_type", "choice", "f16",
+        "KV cache type of an openvino model's keys and values", choices=openvino_kv.TYPES,
+    ),
+    Setting(
+        "openvino_device", "name", "CPU",
+        "device that openvino models run on, as OpenVINO names it",
     ),
     Setting(
         "placement", "choice", "refuse",
@@ -217,6 +234,7 @@ def _shown_value(value: object) -> str:
 
 # --- values ----------------------------------------------------------------------------------
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
@@ -267,6 +285,9 @@ def parse_value(setting: Setting, value: object, where: str) -> Any:
             raise _bad(setting, value, where)
     elif setting.kind == "path":
         return _path(setting, text, where)
+    elif setting.kind == "name":
+        if not _NAME.fullmatch(text):
+            raise _bad(setting, value, where)
     elif text and split_address(text) is None:
         raise _bad(setting, value, where)
     return text

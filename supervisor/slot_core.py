@@ -32,6 +32,7 @@ from modeld.supervisor.config import Config
 from modeld.supervisor.events import EventBus
 from modeld.supervisor.fleet import Death, WorkerKeeper
 from modeld.supervisor.generation import GenerationStore
+from modeld.supervisor.holdings import Holdings
 from modeld.supervisor.idle import IdleTimer
 from modeld.supervisor.lifecycle import WorkerState
 from modeld.supervisor.link import Operation
@@ -103,6 +104,7 @@ class SlotCore:
         generations: GenerationStore,
         bus: EventBus,
         planning: Planning,
+        holdings: Holdings | None = None,
     ) -> None:
         self.backend = backend
         self.config = config
@@ -110,7 +112,7 @@ class SlotCore:
         self._generations = generations
         self._bus = bus
         self.planning = planning
-        self.plan = SlotPlan(config, store, planning)
+        self.plan = SlotPlan(config, store, planning, holdings)
         self.keeper: WorkerKeeper  # set by attach_keeper, which the daemon calls at once
         self.quarantine = QuarantineLedger()
         self.machine = SlotMachine(self.quarantine)

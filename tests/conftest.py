@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.backends import converted_root
+
 # A change must not fail for a case that another run would find: CI looks at the same cases always.
 settings.register_profile("ci", derandomize=True, print_blob=True)
 if os.environ.get("CI"):
@@ -27,3 +29,9 @@ def demo_model() -> Path:
             "MODELD_TEST_MODEL to a copy of it."
         )
     return path
+
+
+@pytest.fixture(scope="session")
+def demo_folder(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model as the product converts it for OpenVINO: the folder that its worker loads."""
+    return converted_root(demo_model, tmp_path_factory.mktemp("converted"))

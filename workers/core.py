@@ -22,15 +22,24 @@ from modeld.shared.errors import (
 from modeld.shared.messages import (
     CloseOp,
     CloseResult,
+    DecodeIn,
     DecodeOp,
     DetokenizeOp,
     DetokenizeResult,
+    EmbedOp,
+    EmbedResult,
     Empty,
     EnsureOp,
     ExplainOp,
     ExplainResult,
+    ExportOp,
+    ExportResult,
     FinalOut,
+    ForkOp,
+    ForkResult,
     Hello,
+    ImportOp,
+    ImportResult,
     LoadOp,
     LoadResult,
     OpenOp,
@@ -45,19 +54,24 @@ from modeld.shared.messages import (
     SuffixOp,
     TokenizeOp,
     TokenizeResult,
+    TrimOp,
+    TrimResult,
     TurnOp,
     UnloadOp,
 )
-from modeld.workers import faults
+from modeld.workers import faults, residency, state_import, structured
 from modeld.workers.decode import check_options, decode, nothing_decoded
+from modeld.workers.embedding import embed
 from modeld.workers.engine import Engine
 from modeld.workers.executor import OpContext
+from modeld.workers.images import SeeingEngine
 from modeld.workers.pool import ContextPool, Shape
 from modeld.workers.prefill import Prefill, check_bytes, check_window
 from modeld.workers.prompt import Assembled, PromptAssembler
-from modeld.workers.quality import greedy_probe
+from modeld.workers.quality import KV_TYPE, greedy_probe
 from modeld.workers.session import COUNTERS, Session
 from modeld.workers.splits import Controls, Part
+from modeld.workers.structured import Constraint, Constraints
 from modeld.workers.template import ChatTemplate
 
 log = logging.getLogger(__name__)
@@ -75,6 +89,8 @@ class SessionCore:
         self._engine = engine
         self._pool: ContextPool | None = None
         self._template: ChatTemplate | None = None
+        self._source: residency.Source | None = None
+        self._constraints: Constraints | None = None  # made for the first decode under one
         self._sessions: dict[str, Session] = {}
         self._serve: dict[type, Callable[[Any, OpContext], Payload]] = {
             LoadOp: self._load,
@@ -89,6 +105,11 @@ class SessionCore:
             TokenizeOp: self._tokenize,
             DetokenizeOp: self._detokenize,
             RenderOp: self._render,
+            EmbedOp: self._embed,
+            ExportOp: self._export,
+            ImportOp: self._import,
+            ForkOp: self._fork,
+            TrimOp: self._trim,
         }
 
     def hello(self) -> Hello:
@@ -125,13 +146,19 @@ class SessionCore:
             return context.cancelled()
 
         result = self._engine.load(op, report, context.cancelled)
-        if op.quality:
+        if op.quality and not result.capabilities.get("generate", "").startswith("no"):
             try:
-                result.quality = greedy_probe(self._engine, report, polled)
+                # Where an executor is named, the KV type is compiled in.
+                kv_type = op.k_type if result.executor else KV_TYPE
+                result.quality = greedy_probe(self._engine, report, polled, kv_type)
             except BaseException:
                 self._drop_model()
                 raise
         self._pool = ContextPool(self._engine, op.max_contexts)
+        hello = self._engine.hello()
+        self._source = residency.Source.of(hello, result)
+        declared = result.longest_gap_s or hello.longest_gap_s
+        result.longest_gap_s = structured.longest_gap_s(declared, result.vocab)
         source = self._engine.chat_template
         if source:
             self._template = template = ChatTemplate(source, self._engine.special_texts())
@@ -146,6 +173,7 @@ class SessionCore:
     def _drop_model(self) -> None:
         self._sessions.clear()
         self._template = None
+        self._constraints = None
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
@@ -160,8 +188,7 @@ class SessionCore:
 
     def _open(self, op: OpenOp, context: OpContext) -> OpenResult:
         pool = self._loaded()
-        if op.session_id in self._sessions:
-            raise InvalidRequest.of("session_id", op.session_id, "an id that isn't open")
+        self._check_new("session_id", op.session_id)
         if op.window < 1:
             raise InvalidRequest.of("window", op.window, "1 token or more")
         assembler = self._assembler(op.prompt_format)
@@ -175,6 +202,7 @@ class SessionCore:
             runtime_digest=op.runtime_digest,
             context=entry,
             served_window=op.window,
+            prompt_format=op.prompt_format,
         )
         session.counters["adopted_contexts" if reused else "created_contexts"] += 1
         self._sessions[op.session_id] = session
@@ -212,6 +240,10 @@ class SessionCore:
             slot_placed=pool.slot_placed,
             reclaimable_placed=pool.reclaimable_placed,
         )
+
+    def _check_new(self, field: str, session_id: str) -> None:
+        if session_id in self._sessions:
+            raise InvalidRequest.of(field, session_id, "an id that isn't open")
 
     def _session(self, session_id: str) -> Session:
         """An open session that can still be used; raises SessionNotFound or SessionFatal."""
@@ -263,7 +295,9 @@ class SessionCore:
     def _assembler(self, prompt_format: str) -> PromptAssembler:
         if prompt_format not in ("raw", "chat"):
             raise InvalidRequest.of("prompt_format", prompt_format, "raw or chat")
-        return PromptAssembler(self._engine.tokenizer, self._template, prompt_format)
+        engine = self._engine
+        vision = engine.vision if isinstance(engine, SeeingEngine) else None
+        return PromptAssembler(engine.tokenizer, self._template, prompt_format, vision)
 
     def _admit(self, session: Session, stage: str) -> Callable[[int], None]:
         pool = self._loaded()
@@ -299,19 +333,29 @@ class SessionCore:
 
     def _decode(self, op: DecodeOp, context: OpContext) -> FinalOut:
         session, tokenizer = self._session(op.session_id), self._engine.tokenizer
-        check_options(op.turn_id, op.options, tokenizer)
+        check_options(op.turn_id, op.options, tokenizer, session.entry.samples_itself)
         _check_not_empty(session.assembled)
+        rule = self._constraint(op.options, session.answer_text, context)
         with self._changing(session):
-            return decode(session, tokenizer, op.turn_id, op.options, context)
+            return decode(session, tokenizer, op.turn_id, op.options, context, constraint=rule)
+
+    def _constraint(self, options: DecodeIn, answer: str, context: OpContext) -> Constraint | None:
+        """What the options constrain an answer to, of which ``answer`` is there already."""
+        if not options.structured_kind:
+            return None
+        if self._constraints is None:
+            self._constraints = Constraints(self._engine.tokenizer, context.beat)
+        return self._constraints.begin(options.structured_kind, options.structured, answer)
 
     def _turn(self, op: TurnOp, context: OpContext) -> FinalOut:
         """Prefix, suffix, decode. Refused before anything changes, or done."""
         session, pool = self._session(op.session_id), self._loaded()
         tokenizer = self._engine.tokenizer
-        check_options(op.turn_id, op.options, tokenizer)
+        check_options(op.turn_id, op.options, tokenizer, session.entry.samples_itself)
         assembled = session.assemble(op.prefix, op.suffix, self._admit(session, "turn"))
         _check_not_empty(assembled)
         check_window(session, pool, assembled, "turn")
+        rule = self._constraint(op.options, "", context)
         with self._changing(session):
             began_s = time.perf_counter()
             session.set_prompt(op.prefix, op.suffix, assembled)
@@ -326,7 +370,42 @@ class SessionCore:
                 if not arrived:
                     return nothing_decoded(session, op.options)
             spent_s = time.perf_counter() - began_s
-            return decode(session, tokenizer, op.turn_id, op.options, context, spent_s=spent_s)
+            return decode(
+                session,
+                tokenizer,
+                op.turn_id,
+                op.options,
+                context,
+                spent_s=spent_s,
+                constraint=rule,
+            )
+
+    # --- residency -----------------------------------------------------------------------------
+
+    def _export(self, op: ExportOp, context: OpContext) -> ExportResult:
+        session = self._session(op.session_id)
+        assert self._source is not None  # a session means a loaded model
+        with self._changing(session):
+            return residency.export(session, self._source, op, context)
+
+    def _import(self, op: ImportOp, context: OpContext) -> ImportResult:
+        session, pool = self._session(op.session_id), self._loaded()
+        assert self._source is not None
+        with self._changing(session):
+            return state_import.import_(session, pool, self._source, op, context)
+
+    def _fork(self, op: ForkOp, context: OpContext) -> ForkResult:
+        source, pool = self._session(op.session_id), self._loaded()
+        self._check_new("new_session_id", op.new_session_id)
+        assembler = self._assembler(source.prompt_format)
+        session, result = residency.fork(source, assembler, pool, op)
+        self._sessions[op.new_session_id] = session
+        return result
+
+    def _trim(self, op: TrimOp, context: OpContext) -> TrimResult:
+        session = self._session(op.session_id)
+        with self._changing(session):
+            return residency.trim(session, op.keep)
 
     # --- questions -----------------------------------------------------------------------------
 
@@ -363,6 +442,10 @@ class SessionCore:
             ids += tokenizer.encode(text) if token is None else [token]
         return TokenizeResult(ids=ids, pieces=[tokenizer.piece(token) for token in ids])
 
+    def _embed(self, op: EmbedOp, context: OpContext) -> EmbedResult:
+        self._loaded()
+        return embed(self._engine, op, context)
+
     def _detokenize(self, op: DetokenizeOp, context: OpContext) -> DetokenizeResult:
         self._loaded()
         tokenizer = self._engine.tokenizer
@@ -378,15 +461,17 @@ class SessionCore:
             raise InvalidRequest.of(
                 "messages", len(op.messages), "none", "The model has no chat template."
             )
-        text = template.render(op.messages, op.tools, op.add_generation_prompt)
         messages = [SegmentIn(message=message) for message in op.messages]
         suffix: PromptIn | None = None
         prefix = PromptIn(segments=messages, tools=op.tools)
         if op.add_generation_prompt:
             # All in the suffix: there is no boundary at which the two could merge.
             prefix, suffix = PromptIn(segments=[], tools=op.tools), PromptIn(segments=messages)
-        ids = self._assembler("chat").assemble(prefix, suffix, {}).tokens
-        return RenderResult(text=text, template_digest=template.digest, ids=ids)
+        assembled = self._assembler("chat").assemble(prefix, suffix, {})
+        text = assembled.text
+        if not assembled.images:
+            text = template.render(op.messages, op.tools, op.add_generation_prompt)
+        return RenderResult(text=text, template_digest=template.digest, ids=assembled.tokens)
 
 
 def _check_not_empty(assembled: Assembled | None) -> None:

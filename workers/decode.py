@@ -6,6 +6,10 @@ A sampled token is part of the answer at once, and is evaluated only when anothe
 the last token of an answer isn't resident; the next turn, or the next decode, evaluates it with
 what comes then. The end-of-generation token is never evaluated: a chat template writes its own.
 A prompt that fills the window still yields one token, whose sampling needs no cell.
+
+Under a constraint only what it allows is sampled, an end where it may end; the answer is over
+("eos", nothing sampled for it) once nothing may follow. What is released is then always a
+beginning of what the constraint allows: of an answer cut within a character, that one is left out.
 """
 
 from __future__ import annotations
@@ -22,8 +26,9 @@ from modeld.shared.messages import (
     SamplingIn,
     TokenLogprobOut,
 )
-from modeld.workers import faults, sampling
-from modeld.workers.engine import Tokenizer
+from modeld.workers import faults, sampling, structured
+from modeld.workers.engine import SelfSampling, Tokenizer
+from modeld.workers.engine_tokens import EngineTokens
 from modeld.workers.executor import OpContext
 from modeld.workers.prefill import ensure_logits
 from modeld.workers.prompt import GeneratedTurn
@@ -32,12 +37,18 @@ from modeld.workers.stream import Coalescer, TextStream, validate_stop
 
 if TYPE_CHECKING:
     from modeld.workers.engine import Logits
+    from modeld.workers.structured import Constraint
 
 MAX_TOP_LOGPROBS = 20
 
 
-def check_options(turn_id: str, options: DecodeIn, tokenizer: Tokenizer) -> None:
-    """Raises InvalidRequest for anything a decode would stumble over, before it begins."""
+def check_options(
+    turn_id: str, options: DecodeIn, tokenizer: Tokenizer, engine: SelfSampling | None = None
+) -> None:
+    """Raises InvalidRequest for anything a decode would stumble over, before it begins.
+
+    Where the ``engine`` samples by itself, UnsupportedFeature for what it can't do.
+    """
     if not turn_id:
         raise InvalidRequest.of("turn_id", turn_id, "a name for the answer")
     if options.max_tokens < 0:
@@ -47,6 +58,9 @@ def check_options(turn_id: str, options: DecodeIn, tokenizer: Tokenizer) -> None
     sampling.validate(options.sampling, tokenizer.vocab_size)
     validate_stop(options.stop)
     Coalescer(options.stream_interval_ms)
+    structured.check(options, engine)
+    if engine is not None:
+        engine.check(options)
 
 
 def decode(
@@ -57,14 +71,18 @@ def decode(
     context: OpContext,
     *,
     spent_s: float = 0.0,
+    constraint: Constraint | None = None,
 ) -> FinalOut:
     """Generate after the prompt, or after the answer so far, and keep the answer as a turn.
 
     What isn't resident of the prompt (after a cancel) is evaluated first. ``spent_s`` is what the
     operation spent before, for its time to the first token. A second decode without a new prompt
-    continues the answer: its turn is then the whole of it.
+    continues the answer: its turn is then the whole of it. ``constraint`` is that of the whole
+    answer, with what is there already taken in.
+
+    Raises InvalidRequest where a constraint leaves nothing to choose; what was generated is kept.
     """
-    return _Decode(session, tokenizer, options, context, spent_s).run(turn_id)
+    return _Decode(session, tokenizer, options, context, spent_s, constraint).run(turn_id)
 
 
 def nothing_decoded(session: Session, options: DecodeIn) -> FinalOut:
@@ -95,6 +113,10 @@ def _final(
         seen_tokens=session.seen_tokens,
         seed=options.sampling.seed,
     )
+
+
+def _samples(session: Session) -> bool:
+    return session.entry.samples_itself is not None
 
 
 class _Chunks:
@@ -152,27 +174,38 @@ class _Decode:
         options: DecodeIn,
         context: OpContext,
         spent_s: float,
+        constraint: Constraint | None,
     ) -> None:
         self._session = session
         self._tokenizer = tokenizer
         self._options = options
         self._context = context
         self._spent_s = spent_s
+        self._constraint = constraint
         self._stream = TextStream(options.stop)
         self._chunks = _Chunks(options, context)
         self._before = len(session.answer_ids)  # tokens of the answer that this one continues
         self._sampled = 0
         self._first_token_s = 0.0
+        # Set where the engine samples by itself.
+        self._engine = EngineTokens(session, options, context) if _samples(session) else None
 
     def run(self, turn_id: str) -> FinalOut:
         session, options = self._session, self._options
         began_s = time.perf_counter()
         prefilled = 0
-        if session.logical + len(session.missing()) > session.window:
+        if self._constraint is not None and self._constraint.complete:
+            stop = "eos"
+        elif session.logical + len(session.missing()) > session.window:
             stop = "context_full"  # an earlier answer's last token has no cell
         else:
-            prefilled, ready = ensure_logits(session, self._context)
-            stop = self._loop(began_s) if ready else "cancelled"
+            try:
+                prefilled, stop = self._answer(began_s)
+            except InvalidRequest:
+                if self._constraint is not None:  # what was shown stands
+                    self._end("length")
+                    self._keep(turn_id)
+                raise
         stop = self._end(stop)
         self._keep(turn_id)
         if stop == "cancelled":
@@ -188,6 +221,18 @@ class _Decode:
             first_token_s=self._first_token_s,
         )
 
+    def _answer(self, began_s: float) -> tuple[int, str]:
+        """Tokens evaluated before the first one was sampled, and why the answer stopped."""
+        engine = self._engine
+        if engine is None:
+            prefilled, ready = ensure_logits(self._session, self._context)
+            return prefilled, self._loop(began_s) if ready else "cancelled"
+        try:
+            prefilled, ready = engine.begin()
+            return prefilled, self._loop(began_s) if ready else "cancelled"
+        finally:
+            engine.close()
+
     def _loop(self, began_s: float) -> str:
         """Sample until there is a reason to stop. The session is exact after every token."""
         session, context, options = self._session, self._context, self._options
@@ -195,33 +240,45 @@ class _Decode:
         answer, window, limit = session.answer_ids, session.window, options.max_tokens
         cancelled, beat, piece_of = context.cancelled, context.beat, self._tokenizer.piece
         ends = frozenset[int]() if options.ignore_eos else self._tokenizer.end_of_generation
-        sampler = self._sampler(options.sampling)
+        sampler, constraint = self._sampler(options.sampling), self._constraint
+        engine = self._engine
+        logits: Logits | None = None  # none of an engine that samples by itself
         logprob: SampledTokenOut | None = None
         while not cancelled():
             faults.point("decode")
-            logits = entry.logits()
-            token = sampler.sample(logits)
-            sampler.accept(token)
+            if engine is None:
+                logits = entry.logits()
+                allowed = None
+                if constraint is not None and (allowed := constraint.allowed()) is None:
+                    return "eos"
+                token = sampler.sample(logits, allowed)
+                sampler.accept(token)
+            else:
+                token = engine.token
             now_s = time.perf_counter()
             if not self._sampled:
                 self._first_token_s = self._spent_s + now_s - began_s
             self._sampled += 1
             session.seen_tokens += 1
             beat()
-            if options.top_logprobs:
+            if options.top_logprobs and logits is not None:
                 logprob = self._logprob(logits, token)
             if token in ends:
                 return "eos" if chunks.take(token, "", logprob, now_s) else "cancelled"
+            if constraint is not None:
+                constraint.accept(token)
             answer.append(token)
             if not chunks.take(token, stream.feed(piece_of(token)), logprob, now_s):
                 return "cancelled"
             if stream.matched is not None:
                 return "stop_sequence"
+            if constraint is not None and constraint.complete:
+                return "eos"
             if self._sampled == limit:
                 return "length"
             if session.logical == window:
                 return "context_full"
-            if not entry.append(token, cancelled):
+            if not (engine.go_on() if engine else entry.append(token, cancelled)):
                 return "cancelled"
             session.logical += 1
             session.counters["evaluated_tokens"] += 1
@@ -232,7 +289,7 @@ class _Decode:
         before = self._session.entry.tokens
         if options.repeat_last_n >= 0:
             before = before[max(0, len(before) - options.repeat_last_n) :]
-        sampler.prime(before.tolist())
+        sampler.prime(before[before >= 0].tolist())  # an image's ids aren't the vocabulary's
         return sampler
 
     def _logprob(self, logits: Logits, token: int) -> SampledTokenOut:
@@ -245,7 +302,7 @@ class _Decode:
 
     def _end(self, stop: str) -> str:
         """Release what was held back, and send it unless the reader is gone."""
-        text = self._stream.finish()
+        text = self._stream.finish(whole=self._constraint is not None)
         if self._stream.matched is not None and stop != "cancelled":
             stop = "stop_sequence"
         if stop != "cancelled" and not self._chunks.finish(text, time.perf_counter()):

@@ -6,7 +6,7 @@ Owns the exact record of evaluated tokens. Knows nothing of prompts, turns, samp
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from modeld.shared.errors import InsufficientMemory, SessionFatal
-from modeld.shared.messages import PlacedOut
-from modeld.workers.engine import Cancelled, Engine, EngineContext
+from modeld.shared.messages import DecodeIn, PlacedOut
+from modeld.workers.engine import Cancelled, Engine, EngineContext, Measured, SelfSampling
 
 if TYPE_CHECKING:
-    from modeld.workers.engine import Logits
+    from modeld.workers.engine import Logits, State
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,8 @@ class PooledContext:
     """An engine context with the record of what is in it.
 
     ``tokens`` is exactly what the engine holds, position by position. Every change goes through
-    ``extend``, ``trim`` and ``copy_from``, so the record can't drift from the engine's state.
+    ``extend``, ``trim``, ``copy_from`` and ``import_state``, so the record can't drift from the
+    engine's state. Of a ``SelfSampling`` engine it is what was there when that was asked last.
     """
 
     def __init__(self, engine_context: EngineContext, shape: Shape) -> None:
@@ -106,9 +107,55 @@ class PooledContext:
             )
         self._buffer[begin : begin + done] = tokens[:done]
         self._length = begin + done
+        if self.measured is not None:
+            # Of what the record claimed, some was gone, and a cancel came before it was back.
+            self._length = min(self._length, self.measured.held)
         # The engine computes logits for a call's last token only.
         self._logits_current = done == asked > 0
         return done
+
+    @property
+    def samples_itself(self) -> SelfSampling | None:
+        """The context as what it is where the engine keeps its cache and samples by itself."""
+        context = self.engine_context
+        return context if isinstance(context, SelfSampling) else None
+
+    @property
+    def measured(self) -> Measured | None:
+        """What the last call was seen to reuse, where the record can't tell."""
+        engine = self.samples_itself
+        return engine.measured if engine else None
+
+    def confirm(self, length: int, cancelled: Cancelled) -> int:
+        """Have a ``SelfSampling`` engine hold the first ``length`` tokens; how many it does."""
+        engine = self.samples_itself
+        assert engine is not None
+        held = engine.confirm(length, cancelled=cancelled)
+        if held < length:
+            self._length = held
+        return held
+
+    def generate(
+        self, missing: Sequence[int], options: DecodeIn, most: int, cancelled: Cancelled
+    ) -> Generator[int, None, None]:
+        """Evaluate ``missing`` and sample by a ``SelfSampling`` engine, which see."""
+        engine = self.samples_itself
+        assert engine is not None
+        self._logits_current = False
+        held = [*self.tokens.tolist(), *missing]
+        stream = engine.generate(held, options, most, cancelled=cancelled)
+        answered = False
+        try:
+            for token in stream:
+                answered = True
+                self._buffer[self._length : len(held)] = held[self._length :]
+                self._length = len(held)
+                yield token
+                held.append(token)
+        finally:
+            stream.close()
+            if not answered and engine.measured is not None:  # cancelled on the way
+                self._length = min(self._length, engine.measured.held)
 
     def append(self, token: int, cancelled: Cancelled) -> bool:
         """Evaluate one sampled token; False if it was not, being cancelled."""
@@ -130,6 +177,23 @@ class PooledContext:
             return False
         self._buffer[:count] = source.tokens[:count]
         self._length = count
+        return True
+
+    def export_state(self, begin: int, end: int) -> State:
+        """A copy of the engine's bytes of positions ``begin`` to ``end``; raises as it does."""
+        return self.engine_context.export_state(begin, end)
+
+    def import_state(self, state: State, tokens: Tokens) -> bool:
+        """Append ``tokens`` by the engine's bytes of them; False, and nothing changed, if it won't.
+
+        The caller guarantees that the bytes are of these tokens after those that are held.
+        """
+        end = self._length + len(tokens)
+        if end > self.window or not self.engine_context.import_state(state, end):
+            return False
+        self._buffer[self._length : end] = tokens
+        self._length = end
+        self._logits_current = False
         return True
 
     def close(self) -> None:
@@ -246,6 +310,22 @@ class ContextPool:
         self.release(mine)
         other.owner = owner
         self.touch(other)
+
+    def stand_in(self, mine: PooledContext) -> tuple[PooledContext, bool]:
+        """A second, empty context like ``mine`` for its owner, and whether the pool had it.
+
+        One that is reclaimable first, so that the slot grows for no longer than it must; what it
+        held goes. Raises InsufficientMemory with the numbers.
+        """
+        like = [entry for entry in self._reclaimable() if entry.shape == mine.shape]
+        entry = min(like, key=lambda entry: len(entry) > 0, default=None)
+        taken = entry is not None
+        if entry is None:
+            entry, taken = self._make_room(mine.shape, 0)
+        entry.trim(0)
+        entry.owner = mine.owner
+        self.touch(entry)
+        return entry, taken
 
     def may_take(self, mine: PooledContext, other: PooledContext) -> bool:
         """Whether ``other`` could simply be swapped for ``mine``."""

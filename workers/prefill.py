@@ -18,6 +18,7 @@ from modeld.shared.messages import Status
 from modeld.workers import faults
 from modeld.workers.engine import Cancelled
 from modeld.workers.executor import OpContext
+from modeld.workers.images import SeeingContext
 from modeld.workers.pool import ContextPool, PooledContext, Tokens, common_prefix
 from modeld.workers.prompt import Assembled
 from modeld.workers.session import Session
@@ -127,6 +128,9 @@ class Prefill:
         own = _find(session.entry, self._target, need_logits)
         self._found = self._take_better(pool, own, need_logits)
         self._position = self._found.keep
+        self._reused = self._found.keep  # until an engine that keeps its cache itself was asked
+        self._lower_bound = False
+        self._asked = 0
         self._evaluated = 0
         # What of this was already told by an earlier status of the same call.
         self._told_evaluated = 0
@@ -138,10 +142,13 @@ class Prefill:
     def advance(self, end: int, context: OpContext) -> bool:
         """Bring the first ``end`` tokens of the prompt into the context; False when cancelled."""
         session, entry = self._session, self._session.entry
-        if self._position < end:
+        if entry.samples_itself is not None:
+            self._ask(end, context)
+        elif self._position < end:
             faults.point("prefill")
             entry.trim(self._position)
-            done = entry.extend(self._assembled.tokens[self._position : end], _polled(context))
+            show_images(session)
+            done = entry.extend(self._assembled.tokens[self._position : end], polled(context))
             self._position += done
             self._evaluated += done
             session.seen_tokens += done
@@ -151,12 +158,34 @@ class Prefill:
         session.counters["cancelled_ops"] += not arrived
         return arrived
 
+    def _ask(self, end: int, context: OpContext) -> None:
+        """``advance`` where the engine keeps its cache itself: what the record says of it is only
+        asked for, and what was found there is what counts, even where nothing is new.
+        """
+        session, entry = self._session, self._session.entry
+        if end <= self._asked:
+            return
+        faults.point("prefill")
+        if self._position < end:
+            entry.trim(self._position)
+            new = self._assembled.tokens[self._position : end]
+            session.seen_tokens += entry.extend(new, polled(context))
+            self._position = len(entry)
+        elif entry.confirm(end, polled(context)) < end:
+            self._position = len(entry)
+        measured = entry.measured
+        assert measured is not None
+        self._asked = min(end, measured.held)
+        self._reused, self._lower_bound = measured.reused, measured.lower_bound
+        self._evaluated += measured.evaluated
+        session.counters["evaluated_tokens"] += measured.evaluated
+
     def status(self, part: Literal["prefix", "suffix"]) -> Status:
         """The numbers of a part, after ``advance`` to its end."""
         session, assembled = self._session, self._assembled
         prefix, total = assembled.prefix_tokens, len(assembled.tokens)
         begin, end = (0, prefix) if part == "prefix" else (prefix, total)
-        reused = max(0, min(self._found.keep, end) - begin)
+        reused = max(0, min(self._reused, end) - begin)
         dropped = self._dropped_at(end) - self._told_dropped
         prefilled = self._evaluated - self._told_evaluated
         seconds = time.perf_counter() - self._began_s - self._told_s
@@ -176,7 +205,7 @@ class Prefill:
             resident=session.logical,
             available=session.available,
             retained=session.retained,
-            copied=max(0, min(self._copied, end) - begin),
+            copied=max(0, min(self._copied, self._reused, end) - begin),
             miss_reason=self._miss_reason(begin, end),
             stable_token_hash=token_hash(self._target[:prefix]),
             volatile_token_hash=token_hash(self._target[prefix:end]),
@@ -184,6 +213,7 @@ class Prefill:
             turns_recomputed=assembled.turns_recomputed,
             seen_tokens=session.seen_tokens,
             seconds=seconds,
+            reused_lower_bound=self._lower_bound,
             segments=segments[: len(session.prefix.segments)] if part == "prefix" else segments,
         )
 
@@ -234,12 +264,26 @@ class Prefill:
             return 0
         return self._old_logical - min(self._stayed, self._session.logical)
 
+    def _was_dropped(self, end: int) -> bool:
+        """Whether the engine's own cache had lost what the record says it holds.
+
+        It finds whole blocks, and evaluates a prompt's last token again.
+        """
+        entry = self._session.entry
+        if entry.samples_itself is None:
+            return False
+        block = entry.engine_context.state_block
+        due = min(self._found.keep, end - 1)
+        return not self._lower_bound and self._reused < due - due % block
+
     def _miss_reason(self, begin: int, end: int) -> str:
         if begin == end:
             return "NONE"
         if self._found.cannot_trim and self._found.keep < end:
             return "CANNOT_TRIM"
         matched = self._found.matched
+        if self._was_dropped(end):
+            return "RECLAIMED"
         if matched >= end:
             return "NONE"
         if self._other_digest:
@@ -254,7 +298,15 @@ def token_hash(tokens: Tokens) -> str:
     return hashlib.sha256(tokens.astype("<i4", copy=False).tobytes()).hexdigest()
 
 
-def _polled(context: OpContext) -> Cancelled:
+def show_images(session: Session) -> None:
+    """Before any of a prompt with images is evaluated: what the ids below 0 stand for."""
+    assembled, context = session.assembled, session.entry.engine_context
+    if assembled is not None and assembled.images:
+        assert isinstance(context, SeeingContext)  # else the engine's vision would be None
+        context.show(assembled.images)
+
+
+def polled(context: OpContext) -> Cancelled:
     """Asking whether to go on is what an engine does as it works: it counts as life."""
 
     def cancelled() -> bool:
@@ -279,9 +331,10 @@ def ensure_logits(session: Session, context: OpContext) -> tuple[int, bool]:
         keep = 0
     tokens = [*entry.tokens[keep:logical].tolist(), *missing]
     entry.trim(keep)
+    show_images(session)
     # Sampled tokens go one by one, as they did or would have when they were sampled.
     prompt = max(0, session.prompt - keep)
-    cancelled = _polled(context)
+    cancelled = polled(context)
     done = entry.extend(tokens[:prompt], cancelled) if prompt else 0
     if done == min(prompt, len(tokens)):
         for token in tokens[prompt:]:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from modeld.shared.errors import InvalidRequest, ManifestMismatch
+from modeld.shared.errors import InvalidRequest, ManifestMismatch, UnsupportedFeature, unsupported
 from modeld.shared.messages import Message, PromptIn, SegmentIn, SegmentOut
 from modeld.workers.engine import Tokenizer
+from modeld.workers.images import IMAGE, PlacedImage, Vision
 from modeld.workers.locate import located, stretched
-from modeld.workers.rendering import ChatRenderer, Span
+from modeld.workers.pictures import Picture, Pictures
+from modeld.workers.rendering import ChatRenderer, Rendered, Span
 from modeld.workers.runs import Ids, Offsets, Run, Runs
 from modeld.workers.splits import Controls, Part
 from modeld.workers.template import ChatTemplate
@@ -47,6 +49,7 @@ class Assembled:
 
     ``prefix_tokens`` of ``tokens`` belong to the prefix. ``segments`` are those of the prefix,
     then of the suffix; their byte offsets count in the rendered text of ``text_bytes``.
+    ``images`` stand in order, each for ids below 0 among ``tokens`` and for a marker in ``text``.
     """
 
     tokens: list[int]
@@ -57,6 +60,8 @@ class Assembled:
     segments: list[SegmentOut]
     tail_text: str
     tail_ids: list[int]
+    text: str = ""
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass
@@ -75,6 +80,7 @@ class _Built:
     ends: list[Offsets] = field(default_factory=list)
     matched: set[str] = field(default_factory=set)  # texts of runs whose sampled ids stand
     tail: Run | None = None
+    images: list[PlacedImage] = field(default_factory=list)
 
 
 class PromptAssembler:
@@ -84,7 +90,11 @@ class PromptAssembler:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, prompt_format: str
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        prompt_format: str,
+        vision: Vision | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._controls = Controls(tokenizer.controls, tokenizer.strips_left, tokenizer.strips_right)
@@ -93,8 +103,19 @@ class PromptAssembler:
             raise InvalidRequest.of(
                 "prompt_format", prompt_format, "raw", "The model has no chat template."
             )
-        self._renderer = ChatRenderer(template, self._controls) if template else None
+        self._renderer = (
+            ChatRenderer(template, self._chat_controls(vision), vision) if template else None
+        )
         self._runs = Runs(tokenizer)
+        self._pictures = Pictures(vision)
+
+    def _chat_controls(self, vision: Vision | None) -> Controls:
+        """Those of the vocabulary, and the marker of images where the model takes any."""
+        if vision is None:
+            return self._controls
+        tokenizer = self._tokenizer
+        controls = {**tokenizer.controls, vision.marker: IMAGE}
+        return Controls(controls, tokenizer.strips_left, tokenizer.strips_right)
 
     @functools.cached_property
     def longest_piece(self) -> int:
@@ -115,8 +136,9 @@ class PromptAssembler:
         text's size in bytes before it is tokenized, and may raise to refuse it.
 
         Raises ManifestMismatch for segments of another prompt format (reason ``identity``) or for
-        a suffix that merges with the prefix's end (reason ``boundary_merge``), and InvalidRequest
-        for what can't be rendered.
+        a suffix that merges with the prefix's end (reason ``boundary_merge``), InvalidRequest
+        for what can't be rendered or is no image, and UnsupportedFeature (capability ``vision``)
+        for images where none are taken: in the prefix, or by this model at all.
         """
         self._check(prefix, "prefix")
         if suffix is not None:
@@ -132,7 +154,8 @@ class PromptAssembler:
             return self._assembled(whole, built, len(built.tokens), True, prefix, None, None, turns)
         whole = self._render(prefix, suffix, turns)
         admit(len(whole.text.encode()))
-        built = self._build(whole, by_text, turns)
+        pictures = self._pictures.of(suffix.segments)
+        built = self._build(whole, by_text, turns, pictures=pictures)
         alone = self._alone(prefix, turns)
         if alone is None or not whole.text.startswith(alone.text):
             known = self._build(alone, by_text, turns).tokens if alone else []
@@ -151,6 +174,8 @@ class PromptAssembler:
             )
         asserted = "chat" if prompt.tools else ""
         for index, segment in enumerate(prompt.segments):
+            if part == "prefix" and segment.message is not None and segment.message.images:
+                raise images_in_prefix(f"prefix.segments[{index}]")
             given = (segment.text, segment.message, segment.generated_turn_id)
             if sum(value is not None for value in given) != 1:
                 raise InvalidRequest.of(
@@ -215,8 +240,9 @@ class PromptAssembler:
         turns: Mapping[str, GeneratedTurn],
         *,
         end_is_bound: bool = True,
+        pictures: Sequence[Picture] = (),
     ) -> _Built:
-        """Tokens of all parts; sampled ids for the runs that a turn wrote.
+        """Tokens of all parts; sampled ids for the runs that a turn wrote, and images' own.
 
         ``end_is_bound`` says whether the end of the prompt can bound a sampled run.
         """
@@ -229,8 +255,15 @@ class PromptAssembler:
                 built.ids.append(np.array([bos], dtype=np.int32))
                 built.ends.append(np.zeros(1, dtype=np.int64))
         named = [turns[turn_id] for turn_id in whole.named]
-        offset = 0
+        coming = iter(pictures)
+        offset = chars = 0
         for index, (text, token) in enumerate(whole.parts):
+            begin, chars = chars, chars + len(text)
+            if token == IMAGE:
+                size = len(text.encode())
+                _put_image(built, next(coming), begin, offset, size)
+                offset += size
+                continue
             if token is not None:
                 offset += len(text.encode())
                 built.tokens.append(token)
@@ -301,6 +334,8 @@ class PromptAssembler:
             segments=located(ranges, whole.text, built.ids, built.ends),
             tail_text=built.tail.text if built.tail else "",
             tail_ids=list(built.tail.tokens) if built.tail else [],
+            text=whole.text,
+            images=tuple(built.images),
         )
 
     def _ranges(
@@ -323,8 +358,30 @@ class PromptAssembler:
         if not segments:
             return []
         messages = [_message(segment, turns) for segment in segments]
-        spans = self._renderer.spans(messages, prefix.tools, suffix is not None, whole.text)
+        rendered = Rendered(whole.text, whole.parts)
+        spans = self._renderer.spans(messages, prefix.tools, suffix is not None, rendered)
         return stretched(spans, len(prefix.segments), boundary, len(whole.text))
+
+
+def _put_image(built: _Built, picture: Picture, begin: int, offset: int, size: int) -> None:
+    """An image's ids, which share the bytes of its marker (two or more)."""
+    count = len(picture.ids)
+    placed = PlacedImage(picture.digest, picture.pixels, begin, len(built.tokens), picture.ids)
+    built.images.append(placed)
+    built.tokens += picture.ids
+    built.ids.append(np.array(picture.ids, dtype=np.int32))
+    ends = np.full(count, offset + size - 1, dtype=np.int64)
+    ends[-1] = offset + size
+    built.ends.append(ends)
+
+
+def images_in_prefix(where: str) -> UnsupportedFeature:
+    """The refusal of an image outside the suffix."""
+    return unsupported(
+        "vision",
+        f"{where} has an image, and images are taken in the suffix only. Send that message, and "
+        "whatever follows it, in the suffix.",
+    )
 
 
 def check_boundary(

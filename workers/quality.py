@@ -15,7 +15,7 @@ import numpy as np
 
 from modeld.shared.errors import ModelLoadFailed, SessionFatal
 from modeld.shared.messages import QualityOut
-from modeld.workers.engine import Cancelled, Engine, ReportProgress
+from modeld.workers.engine import Cancelled, Engine, ReportProgress, SelfSampling
 
 if TYPE_CHECKING:
     from modeld.workers.engine import Logits
@@ -27,13 +27,16 @@ KV_TYPE = "f16"
 STAGE = "certifying"
 
 
-def greedy_probe(engine: Engine, report: ReportProgress, cancelled: Cancelled) -> QualityOut:
+def greedy_probe(
+    engine: Engine, report: ReportProgress, cancelled: Cancelled, kv_type: str = KV_TYPE
+) -> QualityOut | None:
     """Evaluate ``PROMPT`` and take the likeliest token ``STEPS`` times, ties to the lowest id.
 
     Ends early with an end-of-generation token, which is then the last of ``ids``. ``cancelled`` is
     polled between tokens and, where the engine can, inside a micro-batch. Raises ModelLoadFailed
     when the model doesn't compute or the probe is cancelled, InsufficientMemory when no context
-    can be had. The same build, file and prompt give the same answer.
+    can be had. The same build, file and prompt give the same answer. None, since there is nothing
+    to compare, where the engine samples by itself and gives no logits.
     """
     began_s = time.monotonic()
     report(STAGE, 0.0)
@@ -45,7 +48,9 @@ def greedy_probe(engine: Engine, report: ReportProgress, cancelled: Cancelled) -
         raise _failed("its tokenizer gives no token for plain English")
     ids: list[int] = []
     margins: list[float] = []
-    with contextlib.closing(engine.new_context(WINDOW, KV_TYPE, KV_TYPE)) as context:
+    with contextlib.closing(engine.new_context(WINDOW, kv_type, kv_type)) as context:
+        if isinstance(context, SelfSampling):
+            return None
         try:
             if context.evaluate(prompt, 0, cancelled=cancelled) < len(prompt):
                 raise _cancelled()

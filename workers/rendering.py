@@ -1,7 +1,7 @@
 """Rendering messages so that nothing in their content can become a control token.
 
-Owns the distinction of the template's own text from what the messages bring. Knows nothing of
-tokenizers beyond their control texts.
+Owns the distinction of the template's own text from what the messages bring, and where their
+images stand. Knows nothing of tokenizers beyond their control texts.
 """
 
 from __future__ import annotations
@@ -12,10 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modeld.shared.errors import InvalidRequest, ModeldError
+from modeld.shared.errors import InvalidRequest, ModeldError, UnsupportedFeature, unsupported
 from modeld.shared.messages import Message
+from modeld.workers.contents import (
+    content_texts,
+    found,
+    map_content,
+    marked,
+    with_images,
+    without_stand_ins,
+)
+from modeld.workers.images import IMAGE, Vision, no_vision
 from modeld.workers.splits import Controls, Part
-from modeld.workers.template import ChatTemplate, Plain, plain_message
+from modeld.workers.template import ChatTemplate, Plain
 
 Span = tuple[int, int]  # characters of the rendered text
 
@@ -27,15 +36,23 @@ _PRIVATE_CHARS = re.compile("[\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U001
 
 @dataclass(frozen=True)
 class Rendered:
+    """``parts`` tile ``text``; those of token ``IMAGE`` are the messages' images, in order."""
+
     text: str
     parts: list[Part]
 
 
 class ChatRenderer:
-    """Renders with one template, for one vocabulary's control tokens."""
+    """Renders with one template, for one vocabulary's control tokens.
 
-    def __init__(self, template: ChatTemplate, controls: Controls) -> None:
+    With ``vision``, ``controls`` know its marker as ``IMAGE``: the template's own marks an image.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, controls: Controls, vision: Vision | None = None
+    ) -> None:
         self._template = template
+        self._vision = vision
         self._controls = controls
         self._fixed = "".join([template.source, *template.special_texts.values()])
         # Whether template text on either side of a content could complete it to a control text.
@@ -54,13 +71,28 @@ class ChatRenderer:
         replaced by one found nowhere else, and put back after the split. Raises InvalidRequest
         if that changes the rendering: then the template reads or transforms the content, and
         what stands where can't be told.
+
+        Raises UnsupportedFeature (capability ``vision``) for images where the model takes none.
         """
-        plain = [plain_message(message) for message in messages]
+        self._check_images(messages, tools)
+        stand_ins = self._stand_ins(messages, tools)
+        plain = self._plain(messages, stand_ins)
+        parts = self._split(plain, tools, cue)
+        if self._vision is None:
+            return Rendered("".join(part.text for part in parts), parts)
+        parts = without_stand_ins(parts, stand_ins, self._vision.marker)
+        images = sum(len(message.images) for message in messages)
+        written = sum(part.token == IMAGE for part in parts)
+        if written != images:
+            raise self._miscounted(written, images)
+        return Rendered("".join(part.text for part in parts), parts)
+
+    def _split(self, plain: list[Plain], tools: Sequence[str], cue: bool) -> list[Part]:
         parsed, tools_touch = self._parsed(tools)
         text = self._template.render_plain(plain, parsed, cue)
         touches = [self._message_touches(message) for message in plain]
         if not tools_touch and not any(touches):
-            return Rendered(text, self._controls.split(text))
+            return self._controls.split(text)
         free = _free_characters(text, self._fixed, *_texts([plain, parsed]))
         there = [(char, next(free)) for char in sorted(self._controls.alphabet)]
         back = [(stand_in, char) for char, stand_in in there]
@@ -81,18 +113,72 @@ class ChatRenderer:
                     "allowed": "content without control-token text, for this template",
                 },
             )
-        parts = [
+        return [
             Part(_exchange(part.text, back), part.token) for part in self._controls.split(shielded)
         ]
-        return Rendered(text, parts)
 
     def spans(
-        self, messages: Sequence[Message], tools: Sequence[str], cue: bool, text: str
+        self, messages: Sequence[Message], tools: Sequence[str], cue: bool, rendered: Rendered
     ) -> list[Span | None]:
-        """Where each message's content stands in ``text``, its rendering; None where unknown."""
-        plain = [plain_message(message) for message in messages]
-        marked = self._marked(plain, tools, cue, text)
-        return _found(plain, text) if marked is None else marked
+        """Where each message's content stands in its rendering's text; None where unknown."""
+        marker = self._vision.marker if self._vision else ""
+        images = sum(len(message.images) for message in messages)
+        plain = self._plain(messages, [marker] * images)
+        spans = self._marked(plain, tools, cue, rendered.text)
+        if spans is None:
+            spans = found([message["content"] for message in plain], rendered.text)
+        return with_images(spans, messages, rendered.parts) if images else spans
+
+    # --- images
+
+    def _check_images(self, messages: Sequence[Message], tools: Sequence[str]) -> None:
+        vision = self._vision
+        if vision is None:
+            if any(message.images for message in messages):
+                raise no_vision()
+            return
+        if not vision.by_text:
+            return
+        texts = [text for message in messages for text in _own_texts(message)]
+        if any(vision.marker in text for text in (*texts, *tools)):
+            raise InvalidRequest(
+                "A message or tool contains the text by which the model's engine finds images, so "
+                "that it would be taken for one. Remove or break up that text.",
+                metadata={
+                    "field": "messages",
+                    "value": "",
+                    "allowed": "content without the model's image marker",
+                },
+            )
+
+    def _stand_ins(self, messages: Sequence[Message], tools: Sequence[str]) -> list[str]:
+        """A character found nowhere else for each image, for a template that takes plain text."""
+        count = sum(len(message.images) for message in messages)
+        if not count or self._template.takes_parts:
+            return []
+        texts = [text for message in messages for text in _own_texts(message)]
+        free = _free_characters(self._fixed, *texts, *tools)
+        return [char for char, _ in zip(free, range(count), strict=False)]
+
+    def _plain(self, messages: Sequence[Message], stand_ins: Sequence[str]) -> list[Plain]:
+        plain, done = [], 0
+        for message in messages:
+            count = len(message.images)
+            plain.append(self._template.plain_message(message, stand_ins[done : done + count]))
+            done += count
+        return plain
+
+    def _miscounted(self, written: int, images: int) -> ModeldError:
+        if self._template.takes_parts:
+            return _no_marker(written, images)
+        return InvalidRequest(
+            f"The model's chat template leaves out or repeats what stands in a message: of "
+            f"{images} image(s), {written} are in the prompt. Put images where the template shows "
+            "them: in the messages of role user.",
+            metadata={"field": "messages", "value": "", "allowed": "images in user messages"},
+        )
+
+    # --- contents
 
     def _shielded(
         self, plain: list[Plain], tools: list[Plain], cue: bool, shield: Callable[[str], str]
@@ -115,24 +201,18 @@ class ChatRenderer:
         marks: list[str] = []
         marked_messages = []
         for message in plain:
-            content = message["content"]
-            core = content.strip()
             marks.append(next(free, ""))
             if not marks[-1]:
                 return None
-            if core:
-                # Inside surrounding whitespace, which templates like to trim.
-                begin = content.index(core)
-                inner = marks[-1] + core + marks[-1]
-                content = content[:begin] + inner + content[begin + len(core) :]
+            content = marked(message["content"], marks[-1])
             marked_messages.append({**message, "content": content})
         if not marks:
             return []
         try:
-            marked = self._template.render_plain(marked_messages, parsed, cue)
+            rendering = self._template.render_plain(marked_messages, parsed, cue)
         except ModeldError:
             return None
-        pieces = re.split(f"([{marks[0]}-{marks[-1]}])", marked)
+        pieces = re.split(f"([{marks[0]}-{marks[-1]}])", rendering)
         if "".join(pieces[0::2]) != text:
             return None
         places: dict[str, list[int]] = {}
@@ -192,7 +272,7 @@ class ChatRenderer:
 
 
 def _message_texts(message: Plain) -> Iterator[str]:
-    yield message["content"]
+    yield from content_texts(message["content"])
     for key in ("name", "tool_call_id"):
         if key in message:
             yield message[key]
@@ -203,7 +283,8 @@ def _message_texts(message: Plain) -> Iterator[str]:
 
 def _map_message(message: Plain, change: Callable[[str], str]) -> Plain:
     mapped = {key: change(text) if key != "role" else text for key, text in message.items()
-              if key != "tool_calls"}  # fmt: skip
+              if key not in ("tool_calls", "content")}  # fmt: skip
+    mapped["content"] = map_content(message["content"], change)
     if "tool_calls" in message:
         mapped["tool_calls"] = [
             {
@@ -261,16 +342,16 @@ def _free_characters(*texts: str, skip_basic: bool = False) -> Iterator[str]:
                 yield chr(code)
 
 
-def _found(plain: Sequence[Plain], text: str) -> list[Span | None]:
-    """Where contents stand, by looking for them in order."""
-    spans: list[Span | None] = []
-    cursor = 0
-    for message in plain:
-        core = message["content"].strip()
-        begin = text.find(core, cursor) if core else -1
-        if begin < 0:
-            spans.append(None)
-            continue
-        cursor = begin + len(core)
-        spans.append((begin, cursor))
-    return spans
+def _own_texts(message: Message) -> Iterator[str]:
+    """Every string that a message brings."""
+    yield from (message.text, message.name, message.tool_call_id)
+    for call in message.tool_calls:
+        yield from (call.id, call.name, call.arguments)
+
+
+def _no_marker(written: int, images: int) -> UnsupportedFeature:
+    return unsupported(
+        "vision",
+        f"The model's chat template writes the engine's image marker {written} time(s) for "
+        f"{images} image(s): the two don't belong together.",
+    )

@@ -100,12 +100,29 @@ class Sampler:
             if not self._counts[gone]:
                 del self._counts[gone]
 
-    def sample(self, logits: Logits) -> int:
-        """The next token's id. ``logits`` stay as they are.
+    def sample(self, logits: Logits, allowed: Ids | None = None) -> int:
+        """The next token's id, one of ``allowed`` where that is given. ``logits`` stay as they are.
 
         Raises SessionFatal if the logits aren't numbers, and InvalidRequest if all is banned.
         """
         values = self._edited(logits)
+        if allowed is None:
+            return self._choose(values)
+        # Nothing but these, so that no rounding can choose another.
+        values = values[allowed]
+        left = values != -math.inf
+        if left.all():
+            return int(allowed[self._choose(values)])
+        if not left.any():
+            raise InvalidRequest.of(
+                "sampling.logit_bias",
+                "-inf for every token that the constraint allows here",
+                "at least one token left to choose",
+            )
+        return int(allowed[left][self._choose(values[left])])
+
+    def _choose(self, values: Logits) -> int:
+        """The index of what is taken."""
         if self._greedy:
             best = int(np.argmax(values))  # the first NaN, if there is one
             self._check_best(float(values[best]))

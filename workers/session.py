@@ -38,6 +38,7 @@ class Session:
     runtime_digest: str
     context: PooledContext | None  # None once fatal
     served_window: int  # tokens; what the engine allocated may be more
+    prompt_format: str = "raw"  # raw | chat
     logical: int = 0  # resident tokens
     prompt: int = 0  # tokens of the prompt last asked for: prefix and suffix
     prefix_tokens: int = 0

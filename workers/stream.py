@@ -73,11 +73,14 @@ class TextStream:
         self._ends.append(self._decoded_chars + partial)
         return self._release(text, final=False)
 
-    def finish(self) -> str:
-        """The answer is over: returns what was held back, a cut character as U+FFFD."""
+    def finish(self, *, whole: bool = False) -> str:
+        """The answer is over: returns what was held back, a cut character as U+FFFD.
+
+        With ``whole``, a cut character is left out, and its tokens aren't visible.
+        """
         if self._ended:
             return ""
-        text = self._decoder.decode(b"", True)
+        text = "" if whole else self._decoder.decode(b"", True)
         self._decoded_chars += len(text)
         released = self._release(text, final=True)
         self._ended = True

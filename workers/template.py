@@ -6,6 +6,7 @@ Owns Jinja2 and the form in which messages reach a template. Knows nothing of to
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from modeld.workers.sandbox import (
 MAX_DEPTH = 100  # of JSON in tools and tool calls
 
 Plain = dict[str, Any]  # a message or a tool as the template sees it
+_PROBE = "modeld-probe"
 
 
 class ChatTemplate:
@@ -64,6 +66,28 @@ class ChatTemplate:
         self.supports_tools = "tools" in undeclared
         return environment.from_string(self.source)
 
+    @functools.cached_property
+    def takes_parts(self) -> bool:
+        """Whether it renders a content that is a list of parts, and writes something of its own
+        where an image part stands.
+        """
+        image, text = {"type": "image"}, {"type": "text", "text": _PROBE}
+        alone, both = self._probed([text]), self._probed([image, text])
+        return bool(alone and both) and alone != both
+
+    @functools.cached_property
+    def needs_parts(self) -> bool:
+        """Whether it renders text only where that comes as a part."""
+        return self.takes_parts and not self._probed(_PROBE)
+
+    def _probed(self, content: Any) -> str:
+        """A user message's rendering; "" unless its text is there and nothing of its form is."""
+        try:
+            text = self._rendered([{"role": "user", "content": content}], [], False)
+        except ModeldError:
+            return ""
+        return text if _PROBE in text and "'type'" not in text and '"type"' not in text else ""
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[str], add_generation_prompt: bool
     ) -> str:
@@ -73,10 +97,23 @@ class ChatTemplate:
         (capability ``tools``) when tools are given to a template that has no place for them.
         """
         return self.render_plain(
-            [plain_message(message) for message in messages],
+            [self.plain_message(message) for message in messages],
             self.plain_tools(tools),
             add_generation_prompt,
         )
+
+    def plain_message(self, message: Message, stand_ins: Sequence[str] = ()) -> Plain:
+        """A message in the form that this template takes.
+
+        Images become parts of their own where it takes parts; else each is the next of
+        ``stand_ins``, in its place among the text.
+        """
+        plain = plain_message(message)
+        if self.needs_parts or (message.images and self.takes_parts):
+            plain["content"] = _parts(message)
+        elif message.images:
+            plain["content"] = _with_stand_ins(message, stand_ins)
+        return plain
 
     def plain_tools(self, tools: Sequence[str]) -> list[Plain]:
         """The tools' JSON texts, parsed; refused if the template takes none."""
@@ -158,6 +195,29 @@ def plain_message(message: Message) -> Plain:
             for call in message.tool_calls
         ]
     return plain
+
+
+def _pieces(message: Message) -> list[str | None]:
+    """A message's text in pieces, with None where an image stands."""
+    pieces: list[str | None] = []
+    done = 0
+    for image in message.images:
+        at = min(max(done, image.at), len(message.text))
+        pieces += [message.text[done:at], None]
+        done = at
+    return [piece for piece in [*pieces, message.text[done:]] if piece != ""]
+
+
+def _parts(message: Message) -> list[Plain]:
+    return [
+        {"type": "image"} if piece is None else {"type": "text", "text": piece}
+        for piece in _pieces(message)
+    ]
+
+
+def _with_stand_ins(message: Message, stand_ins: Sequence[str]) -> str:
+    following = iter(stand_ins)
+    return "".join(next(following, "") if piece is None else piece for piece in _pieces(message))
 
 
 def _environment() -> BoundedEnvironment:

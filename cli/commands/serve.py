@@ -22,6 +22,7 @@ def _option(setting: Setting) -> Callable[[Any], Any]:
         "int": "N",
         "bool": "BOOL",
         "path": "FILE",
+        "name": "NAME",
         "names": "NAME,NAME",
         "shares": "N,N",
     }

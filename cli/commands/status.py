@@ -65,6 +65,8 @@ def _slot(slot: SlotStatus) -> None:
         ("window", f"{count(effective.tokens)} tokens" if effective.known else "–"),
         ("engine", _worker(slot)),
     ]
+    if slot.executor:
+        rows.append(("executor", plan_view.executor(slot.executor, slot.executor_reason)))
     if slot.holder_operation:
         rows.append(("held by", f"{slot.holder_operation}, {seconds(slot.holder_age_seconds)}"))
     if slot.idle_release_in_seconds > 0:

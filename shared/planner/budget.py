@@ -60,11 +60,14 @@ def device_reserve(total_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Budget:
-    """What ``min(free + loaded + reclaimable - promised - reserve, user_limit - resident)`` leaves.
+    """What ``min(free + loaded + reclaimable - promised - elsewhere_untouched - reserve,
+    user_limit - resident - elsewhere)`` leaves.
 
     ``weights`` are charged once, here, whether the model is resident or not: a reading counts the
     pages of a mapped file as available, so that loading it changes nothing, and ``loaded`` gives
-    back only what the engine copied. ``user_limit`` is 0 where not set.
+    back only what the engine copied. ``elsewhere`` is what other slots hold, and of it
+    ``elsewhere_untouched`` what the reading counts as available all the same. ``user_limit`` is 0
+    where not set.
     """
 
     free: int
@@ -77,6 +80,9 @@ class Budget:
     weights: int
     headroom_fraction: float
     companions: Companions = NO_COMPANIONS
+    copied: int = 0  # what the engine keeps of weights beside the file's pages, in its own layout
+    elsewhere: int = 0
+    elsewhere_untouched: int = 0
 
     @property
     def fixed(self) -> int:
@@ -84,6 +90,7 @@ class Budget:
         beside = self.companions
         return (
             self.weights
+            + self.copied
             + beside.projector_bytes
             + beside.projector_compute_bytes
             + beside.adapter_bytes
@@ -92,19 +99,24 @@ class Budget:
 
     @property
     def memory_arm(self) -> int:
-        return self.free + self.loaded + self.reclaimable - self.promised - self.reserve
+        spent = self.promised + self.elsewhere_untouched + self.reserve
+        return self.free + self.loaded + self.reclaimable - spent
+
+    @property
+    def limit_arm(self) -> int:
+        return self.user_limit - self.resident - self.elsewhere
 
     @property
     def bound(self) -> Reason:
         """Which of the two terms is the smaller."""
-        if self.user_limit and self.user_limit - self.resident < self.memory_arm:
+        if self.user_limit and self.limit_arm < self.memory_arm:
             return Reason.USER_LIMIT
         return Reason.MEMORY
 
     @property
     def total(self) -> int:
         if self.bound is Reason.USER_LIMIT:
-            return self.user_limit - self.resident
+            return self.limit_arm
         return self.memory_arm
 
     @property
@@ -137,9 +149,8 @@ class Budget:
             return None
         if self.bound is Reason.USER_LIMIT:
             return self.without(Reason.USER_LIMIT)
-        return replace(
-            self, free=self.user_limit + self.promised + self.reserve + 1
-        )  # only the limit binds
+        beside = self.promised + self.elsewhere_untouched + self.reserve
+        return replace(self, free=self.user_limit + beside + 1)  # only the limit binds
 
     def deciding(self, needed_bytes: int) -> Reason:
         """The term that alone keeps ``needed_bytes`` out, or the smaller arm if no single one."""
@@ -154,23 +165,45 @@ class Budget:
             BudgetRow("free", self.free),
             BudgetRow("loaded", self.loaded, "this model's weights in anonymous memory"),
             BudgetRow("reclaimable", self.reclaimable, "given back by evicting"),
-            BudgetRow(
-                "promised", self.promised, "compute buffers of contexts, not all touched yet"
-            ),
+            BudgetRow("promised", self.promised, "to contexts, and not touched yet"),
+            *self._elsewhere_rows(),
             BudgetRow("reserve", self.reserve, "left to the rest of the machine"),
             BudgetRow("user_limit", self.user_limit, limit_note),
             BudgetRow("resident", self.resident, "contexts that stay; counts against user_limit"),
             BudgetRow(
                 "budget",
                 self.total,
-                "user_limit - resident"
-                if self.bound is Reason.USER_LIMIT
-                else "free + loaded + reclaimable - promised - reserve",
+                self._sum(),
             ),
             BudgetRow("headroom", self.headroom, "for what isn't modelled"),
             BudgetRow("weights", self.weights, "mapped file pages, charged once"),
+            *self._copied_rows(),
             *self._companion_rows(),
         )
+
+    def _copied_rows(self) -> tuple[BudgetRow, ...]:
+        if not self.copied:
+            return ()
+        note = "the engine's own form of them, and what it works in; charged once"
+        return (BudgetRow("weights_copied", self.copied, note),)
+
+    def _elsewhere_rows(self) -> tuple[BudgetRow, ...]:
+        if not self.elsewhere:
+            return ()
+        return (
+            BudgetRow(
+                "elsewhere_untouched",
+                self.elsewhere_untouched,
+                "of other slots: mapped weights and promises, which count as free",
+            ),
+            BudgetRow("elsewhere", self.elsewhere, "of other slots; counts against user_limit"),
+        )
+
+    def _sum(self) -> str:
+        if self.bound is Reason.USER_LIMIT:
+            return "user_limit - resident" + (" - elsewhere" if self.elsewhere else "")
+        beside = " - elsewhere_untouched" if self.elsewhere else ""
+        return f"free + loaded + reclaimable - promised{beside} - reserve"
 
     def _companion_rows(self) -> tuple[BudgetRow, ...]:
         beside = self.companions
@@ -207,12 +240,16 @@ def make_budget(
     *,
     reclaim: bool,
     companions: Companions = NO_COMPANIONS,
+    copied_bytes: int = 0,
 ) -> Budget:
     """The host's budget from the readings; with ``reclaim``, as if what is reclaimable were given
     back. ``weights`` are all of the model's: a placement that moves some of them says so.
+    ``copied_bytes`` is what loading it takes beside them; of a resident model the use tells it.
     """
     total = min(memory.total_bytes, memory.limit_bytes or memory.total_bytes)
-    weights_resident = facts.weights_bytes if use.weights_resident else 0
+    if copied_bytes and use.weights_resident:
+        copied_bytes = use.weights_anonymous_bytes or copied_bytes
+    weights_resident = facts.weights_bytes + copied_bytes if use.weights_resident else 0
     reclaimable = use.reclaimable_bytes if reclaim else 0
     return Budget(
         free=memory.available_bytes,
@@ -225,6 +262,9 @@ def make_budget(
         weights=facts.weights_bytes,
         headroom_fraction=policy.headroom,
         companions=companions,
+        copied=copied_bytes,
+        elsewhere=use.elsewhere_bytes,
+        elsewhere_untouched=use.elsewhere_untouched_bytes,
     )
 
 

@@ -18,7 +18,7 @@ from modeld.shared.capacity import (
     LayerFacts,
     ModelFacts,
 )
-from modeld.shared.planner import openvino_kv
+from modeld.shared.planner import openvino_cost, openvino_kv
 from modeld.shared.planner.graph import (
     PAD_CELLS,
     SEQUENCES,
@@ -102,8 +102,11 @@ class Costs:
         host: bool = True,
     ) -> int:
         """``host``: with what a processor works in, which accelerators don't need."""
+        if self.paged:
+            present = self._merged if layers is None else layers
+            return openvino_cost.context_bytes(self.facts, tokens, present)
         work = 0
-        if host and not self.paged:
+        if host:
             work = work_bytes(
                 self._graph,
                 tokens,
@@ -122,7 +125,7 @@ class Costs:
             n_ubatch=self.policy.n_ubatch,
             outputs=SEQUENCES if output else 0,
             pad=self.pad,
-            flash_attn=self.policy.flash_attn or self.paged,
+            flash_attn=self.policy.flash_attn,
             layers=layers,
         )
 

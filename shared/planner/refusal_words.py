@@ -20,9 +20,16 @@ def explain_refusal(numbers: dict[str, object]) -> str:
         else "{free_bytes} free + {loaded_bytes} loaded + {reclaimable_bytes} reclaimable"
         " - {promised_bytes} promised to open contexts - {reserve_bytes} reserve"
     )
+    if numbers["elsewhere_bytes"]:
+        source += (
+            " - {elsewhere_bytes} of other slots"
+            if by_limit
+            else " - {elsewhere_untouched_bytes} of other slots that count as free"
+        )
     beside = "".join(
         f" + {{{key}}} {name}"
         for key, name in (
+            ("copied_bytes", "weights in the engine's own form"),
             ("projector_bytes", "projector"),
             ("projector_compute_bytes", "projector's buffer"),
             ("adapter_bytes", "adapters"),
@@ -69,6 +76,8 @@ def _advice(numbers: dict[str, object]) -> Iterator[str]:
         yield "close sessions"
     elif not numbers["sessions_that_fit"]:
         yield "use a smaller or more quantised model"
+    if numbers["elsewhere_bytes"]:
+        yield "unload the other backend's model"
     for key, advice in (
         ("k_type_that_fits", "ask for k_type {k_type_that_fits}"),
         ("sessions_that_fit", "ask for room for {sessions_that_fit} sessions"),

@@ -25,7 +25,7 @@ from modeld.shared.planner.refusal_words import explain_refusal
 from modeld.shared.planner.report import place_budgets
 from modeld.shared.planner.windows import Decision, Problem, ceilings_of, decide
 
-NARROWER_TYPES = {"llama": ("q8_0", "q4_0"), "openvino": ("u8",)}  # widest first
+NARROWER_TYPES = {"llama": ("q8_0", "q4_0"), "openvino": ("u8", "u4")}  # widest first
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def _numbers(decision: Decision, short: _Short, remedies: tuple[Remedy, ...]) ->
         "k_type": problem.request.k_type,
         "v_type": problem.request.v_type,
         "weights_bytes": budget.weights,
+        "copied_bytes": budget.copied,
         "projector_bytes": beside.projector_bytes,
         "projector_compute_bytes": beside.projector_compute_bytes,
         "adapter_bytes": beside.adapter_bytes,
@@ -99,6 +100,8 @@ def _numbers(decision: Decision, short: _Short, remedies: tuple[Remedy, ...]) ->
         "loaded_bytes": budget.loaded,
         "reclaimable_bytes": budget.reclaimable,
         "promised_bytes": budget.promised,
+        "elsewhere_untouched_bytes": budget.elsewhere_untouched,
+        "elsewhere_bytes": budget.elsewhere,
         "reserve_bytes": budget.reserve,
         "user_limit_bytes": budget.user_limit,
         "resident_bytes": budget.resident,
@@ -208,6 +211,8 @@ def use_after_switch(use: SlotUse) -> SlotUse:
     return SlotUse(
         reclaimable_bytes=use.resident_bytes + use.weights_anonymous_bytes,
         compute_bytes=use.compute_bytes,
+        elsewhere_untouched_bytes=use.elsewhere_untouched_bytes,
+        elsewhere_bytes=use.elsewhere_bytes,
         on_devices=tuple(
             PlacedUse(
                 row.device_id,
@@ -315,7 +320,7 @@ def _one_place(decision: Decision, index: int, needed: int) -> Iterator[Remedy]:
     budget = place.budget
     where = f" on {place.engine_name}" if index else ""
     more = needed - budget.memory_arm
-    limit = needed + budget.resident
+    limit = needed + budget.resident + budget.elsewhere
     taken = _total(decision, index) - budget.free  # what isn't taken can't be freed
     if 0 < more <= taken and _fits_with(decision, index, free=budget.free + more):
         yield Remedy("free", str(more), f"free {more} bytes{where}")

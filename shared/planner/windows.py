@@ -24,6 +24,7 @@ from modeld.shared.errors import InvalidRequest
 from modeld.shared.planner.budget import Budget, device_budget, make_budget
 from modeld.shared.planner.costs import Costs
 from modeld.shared.planner.kv_math import round_up
+from modeld.shared.planner.openvino_cost import copied_bytes
 from modeld.shared.planner.openvino_kv import check_types_for
 from modeld.shared.planner.placement import (
     HOST,
@@ -140,6 +141,7 @@ def make_layout(problem: Problem, costs: Costs) -> Layout:
             use,
             reclaim=reclaim,
             companions=problem.companions,
+            copied_bytes=copied_bytes(facts, problem.measure, policy.n_ubatch),
         )
 
     host = Place(HOST, "host memory", "", host_budget(True), host_budget(False))

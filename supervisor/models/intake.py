@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from modeld.shared.errors import (
@@ -24,19 +24,22 @@ from modeld.shared.errors import (
 )
 from modeld.shared.gguf_parts import set_stem
 from modeld.shared.ids import check_model_name
+from modeld.shared.ir_facts import is_ir
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 * 1024 * 1024
+TYPES = ("llama", "openvino")
 
 # Called with (stage, done_bytes, total_bytes); stages are "check", "hash", "copy". What it raises
 # ends the import, which leaves nothing behind.
 ImportProgress = Callable[[str, int, int], None]
 
 
-def derive_name(path: Path) -> str:
+def derive_name(path: Path, *, is_folder: bool = False) -> str:
     """A valid model name from a file's name. Raises InvalidRequest if nothing of it can stay."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", set_stem(path)).strip("-._")[:128].rstrip("-._")
+    stem = path.name if is_folder else set_stem(path)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:128].rstrip("-._")
     if not name:
         raise InvalidRequest.of(
             "name",
@@ -50,29 +53,62 @@ def derive_name(path: Path) -> str:
 # --- checks ----------------------------------------------------------------------------------
 
 
+def _bad_path(path: Path, detail: str) -> InvalidRequest:
+    allowed = "the absolute path of a GGUF file or of an OpenVINO model's folder"
+    return InvalidRequest.of("path", str(path)[:1000], allowed, detail)
+
+
+def _existing(path: Path) -> tuple[Path, os.stat_result]:
+    """What is at ``path``, links resolved. Raises InvalidRequest."""
+    if not path.is_absolute():
+        raise _bad_path(path, "It is not absolute.")
+    try:
+        real = path.resolve(strict=True)
+        return real, real.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        near = difflib.get_close_matches(path.name, _names_in(path.parent), n=2)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise _bad_path(path, f"There is no such file on the daemon's machine.{hint}") from None
+    except (OSError, RuntimeError, ValueError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise _bad_path(path, f"The system says: {said}.") from None
+
+
+def check_model_source(path: Path, model_type: str) -> Path:
+    """The real file or folder behind ``path``, links resolved.
+
+    Raises InvalidRequest for what can't be a model, BackendMismatch for a folder that is to be of
+    type llama.
+    """
+    real, status = _existing(path)
+    if not stat.S_ISDIR(status.st_mode):
+        return check_source(path)
+    if model_type == "llama" and is_ir(real):
+        raise BackendMismatch(
+            f"{path.name} is an OpenVINO model's folder, and a model of type 'llama' is a GGUF "
+            "file. Name that file, or import the folder as type openvino.",
+            metadata={"type": "openvino", "served": "llama"},
+        )
+    if model_type == "openvino" or is_ir(real):
+        return real
+    raise _a_folder(path, real)
+
+
+def _a_folder(path: Path, real: Path) -> InvalidRequest:
+    files = sorted(name for name in _names_in(real) if name.endswith(".gguf"))
+    hint = f": {', '.join(files[:3])}" if files else ""
+    return _bad_path(path, f"It is a folder; name the .gguf file in it{hint}.")
+
+
 def check_source(path: Path) -> Path:
     """The real file behind ``path``, links resolved; InvalidRequest for whatever isn't one."""
 
     def bad(detail: str) -> InvalidRequest:
-        return InvalidRequest.of(
-            "path", str(path)[:1000], "the absolute path of a GGUF file", detail
-        )
+        return _bad_path(path, detail)
 
-    if not path.is_absolute():
-        raise bad("It is not absolute.")
-    try:
-        real = path.resolve(strict=True)
-        status = real.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        near = difflib.get_close_matches(path.name, _names_in(path.parent), n=2)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise bad(f"There is no such file on the daemon's machine.{hint}") from None
-    except (OSError, RuntimeError, ValueError) as error:
-        raise bad(f"The system says: {getattr(error, 'strerror', None) or error}.") from None
+    real, status = _existing(path)
     if stat.S_ISDIR(status.st_mode):
-        files = sorted(name for name in _names_in(real) if name.endswith(".gguf"))
-        hint = f": {', '.join(files[:3])}" if files else ""
-        raise bad(f"It is a folder; name the .gguf file in it{hint}.")
+        raise _a_folder(path, real)
     if not stat.S_ISREG(status.st_mode):
         raise bad("It is not a regular file.")
     if not os.access(real, os.R_OK):
@@ -90,19 +126,29 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def check_type(model_type: str) -> None:
-    if model_type in ("", "llama"):
-        return
-    metadata = {"type": model_type, "served": "llama"}
-    if model_type == "openvino":
-        raise BackendMismatch(
-            "This daemon serves models of type 'llama' (GGUF files), not 'openvino'. "
-            "Import the GGUF form of the model.",
-            metadata=metadata,
+    """Raise UnsupportedModelType for a type that there isn't; "" is by the content."""
+    if model_type and model_type not in TYPES:
+        raise UnsupportedModelType(
+            f"There is no model type {model_type[:40]!r}: it is 'llama' (a GGUF file) or "
+            "'openvino' (an exported folder, or a GGUF file to convert). Leave it out to go by "
+            "the content.",
+            metadata={"type": model_type, "known": ",".join(TYPES)},
         )
-    raise UnsupportedModelType(
-        f"There is no model type {model_type[:40]!r}: it is 'llama' (a GGUF file). "
-        "Leave it out to go by the content.",
-        metadata=metadata,
+
+
+def check_served(model_type: str, served: Collection[str]) -> None:
+    """Raise BackendMismatch for a type that this daemon doesn't run."""
+    if model_type in served:
+        return
+    advice = f"Start it with the backend {model_type} too."
+    if model_type == "openvino":
+        advice = (
+            f"Import the GGUF form of the model as type llama, or {advice[0].lower()}{advice[1:]}"
+        )
+    raise BackendMismatch(
+        f"This daemon serves models of type {' and '.join(map(repr, served))}, not "
+        f"{model_type!r}. {advice}",
+        metadata={"type": model_type, "served": ",".join(served)},
     )
 
 

@@ -20,6 +20,7 @@ from modeld.shared.capacity import (
 )
 from modeld.shared.errors import DigestMismatch, InvalidRequest, ManifestMismatch, unsupported
 from modeld.shared.ids import ROLE
+from modeld.shared.images import NamedImage, check_images
 from modeld.shared.manifest import (
     AdapterId,
     Identity,
@@ -33,6 +34,7 @@ from modeld.shared.messages import (
     ChunkOut,
     DecodeIn,
     FinalOut,
+    ImageIn,
     Message,
     PromptIn,
     SampledTokenOut,
@@ -251,6 +253,7 @@ def prefill_status(value: Status, manifest_digest: str, queue_s: float) -> sessi
         turns_recomputed=value.turns_recomputed,
         resolved=segments_out(value.segments),
         seen_tokens=value.seen_tokens,
+        reused_lower_bound=value.reused_lower_bound,
     )
 
 
@@ -325,19 +328,32 @@ class ConvertedPrompt:
     asserted_digest: str
 
 
-def message_in(value: common.ChatMessage, where: str) -> tuple[Message, str]:
-    """The worker's message and its canonical hash; refuses what isn't served."""
+def message_in(
+    value: common.ChatMessage, where: str, *, vision: bool = False
+) -> tuple[Message, str]:
+    """The worker's message and its canonical hash; refuses what isn't served.
+
+    ``vision``: the model takes images. Of these, only that there may be any is checked here.
+    """
     if not ROLE.match(value.role):
         raise InvalidRequest.of(f"{where}.role", value.role[:64], "1 to 32 of a-z and '_'")
     texts: list[str] = []
+    images: list[ImageIn] = []
+    content: list[tuple[str, str]] = []
     for part in value.content:
-        if part.WhichOneof("part") == "image":
-            raise unsupported("vision", "Send text content only.")
-        texts.append(part.text)
+        if part.WhichOneof("part") != "image":
+            texts.append(part.text)
+            content.append((part.text, ""))
+            continue
+        if not vision:
+            raise unsupported("vision", f"{where} has an image: send text content only.")
+        data, mime_type = part.image.data, part.image.mime_type
+        images.append(ImageIn(data=data, mime_type=mime_type, at=sum(map(len, texts))))
+        content.append(("", sha256_hex(data)))
     calls = [(c.id, c.name, c.arguments) for c in value.tool_calls]
     digest = message_hash(
         role=value.role,
-        content=[(text, "") for text in texts],
+        content=content,
         name=value.name,
         tool_call_id=value.tool_call_id,
         tool_calls=calls,
@@ -348,14 +364,39 @@ def message_in(value: common.ChatMessage, where: str) -> tuple[Message, str]:
         tool_calls=[ToolCallPart(id=i, name=n, arguments=a) for i, n, a in calls],
         tool_call_id=value.tool_call_id,
         name=value.name,
+        images=images,
     )
     return message, digest
 
 
+def images_of(messages: Iterable[tuple[str, Message]]) -> list[NamedImage]:
+    """The images of messages with the name each is called by in errors."""
+    return [
+        NamedImage(f"{where}.images[{index}]", image.data, image.mime_type)
+        for where, message in messages
+        for index, image in enumerate(message.images)
+    ]
+
+
+def _check_images(part: str, messages: Sequence[tuple[str, Message]]) -> None:
+    """Images stand in the suffix only, each within its limits; nothing is decoded here."""
+    images = images_of(messages)
+    if images and part == "prefix":
+        raise unsupported(
+            "vision",
+            f"{images[0].where} is in the prefix, and images are taken in the suffix only. Send "
+            "that message, and whatever follows it, in the suffix.",
+        )
+    check_images(images)
+
+
 def prompt_in(
-    value: session.Prompt, part: str, *, prompt_format: str, max_bytes: int
+    value: session.Prompt, part: str, *, prompt_format: str, max_bytes: int, vision: bool = False
 ) -> ConvertedPrompt:
     """Convert one part of a prompt ("prefix" or "suffix") of a session of ``prompt_format``.
+
+    ``max_bytes`` bounds the part as it came, encoded images included; ``vision`` says whether the
+    model takes images.
 
     Raises InvalidRequest, DigestMismatch, ManifestMismatch (raw text in a chat session or the
     reverse) and UnsupportedFeature.
@@ -367,6 +408,7 @@ def prompt_in(
         )
     segments: list[SegmentIn] = []
     ids: list[SegmentId] = []
+    messages: list[tuple[str, Message]] = []
     for index, item in enumerate(value.segments):
         where = f"{part}.segments[{index}]"
         kind = item.WhichOneof("content")
@@ -374,7 +416,8 @@ def prompt_in(
             digest = raw_hash(item.raw.text)
             segments.append(SegmentIn(text=item.raw.text, parse_special=item.raw.parse_special))
         elif kind == "message":
-            message, digest = message_in(item.message, where)
+            message, digest = message_in(item.message, where, vision=vision)
+            messages.append((where, message))
             segments.append(SegmentIn(message=message))
         elif kind == "generated_turn_id":
             digest = turn_hash(item.generated_turn_id)
@@ -411,6 +454,7 @@ def prompt_in(
             )
         )
     _check_order(ids, part)
+    _check_images(part, messages)
     if part == "suffix" and value.tools:
         raise InvalidRequest.of("suffix.tools", len(value.tools), "tools with the prefix only")
     return ConvertedPrompt(
@@ -448,8 +492,9 @@ _SAMPLING_FIELDS = (
 
 def decode_in(value: session.DecodeOptions) -> DecodeIn:
     """Decode options for the worker; a seed is drawn where none was given."""
-    if value.HasField("structured"):
-        raise unsupported("structured_output")
+    kind = value.structured.WhichOneof("constraint") or ""
+    if value.HasField("structured") and not kind:
+        raise InvalidRequest.of("options.structured", "empty", "one of json_schema, regex, grammar")
     sampling = value.sampling
     given = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS if sampling.HasField(name)}
     for name, setting in given.items():
@@ -477,4 +522,6 @@ def decode_in(value: session.DecodeOptions) -> DecodeIn:
         token_ids=value.token_ids,
         top_logprobs=value.top_logprobs,
         ignore_eos=value.ignore_eos,
+        structured_kind=kind,
+        structured=getattr(value.structured, kind) if kind else "",
     )

@@ -146,10 +146,12 @@ def _slot(slot: ModelSlot) -> pb.SlotStatus:
     if slot.resident is not None:
         model = slot.resident.model
         status.model_digest = model.digest
-        config = slot.config
+        status.executor = slot.resident.load.executor
+        status.executor_reason = slot.resident.load.executor_reason
+        k_type, v_type = slot.kv_types
         identity = slot.identity(
             model,
-            CapacityRequest(k_type=config.k_type, v_type=config.v_type),
+            CapacityRequest(k_type=k_type, v_type=v_type, adapters=slot.resident.adapters),
             window=slot.latest.numbers.effective.tokens if slot.latest else 0,
             prompt_format="",
             profile_id="",

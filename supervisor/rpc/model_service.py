@@ -10,8 +10,9 @@ from typing import Any
 from modeld.shared.capacity import CapacityRequest
 from modeld.shared.errors import InvalidRequest, SwitchRequired, unsupported
 from modeld.supervisor.model_slot import ModelSlot
+from modeld.supervisor.models.adapters import is_adapter
 from modeld.supervisor.models.store import StoredModel
-from modeld.supervisor.rpc import convert
+from modeld.supervisor.rpc import adapters, convert
 from modeld.supervisor.rpc.errors import Context, guarded
 from modeld.supervisor.rpc.services import Services
 from modeld.supervisor.rpc.streaming import QueueReporter, Writer, caller_of
@@ -34,7 +35,8 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
 
     def _info(self, model: StoredModel) -> pb.ModelInfo:
         slot = self.services.slots.get(model.record.type)
-        resident = slot is not None and slot.resident is not None
+        there = slot.resident if slot is not None else None
+        resident = there is not None and there.model.name == model.name
         return pb.ModelInfo(
             name=model.name,
             type=model.record.type,
@@ -43,9 +45,10 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
             architecture=model.facts.architecture,
             quantization=model.facts.quantization,
             context_length=model.facts.model_max,
-            resident=resident and slot is not None and slot.model_name == model.name,
+            resident=resident,
             imported_unix_ms=model.record.imported_unix_ms,
             linked=model.record.linked,
+            executor=there.load.executor if there is not None and resident else "",
         )
 
     @guarded
@@ -53,7 +56,9 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
         models = await asyncio.to_thread(self.services.store.list)
-        return pb.ListModelsResponse(models=[self._info(model) for model in models])
+        stored = await asyncio.to_thread(self.services.adapters.list)
+        found = [self._info(model) for model in models]
+        return pb.ListModelsResponse(models=[*found, *adapters.infos(self.services, stored)])
 
     # --- residency ----------------------------------------------------------------------------
 
@@ -65,7 +70,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         force_switch: bool = False,
         expected_generation: int | None = None,
     ) -> None:
-        slot = self.services.slot_of_type(request.model_type)
+        slot = self.services.slot_of_model(request.model, request.model_type)
         model = slot.find_model(request.model)
         writer = self._writer(context)
         reporter = QueueReporter(lambda s: writer.write(pb.LoadModelEvent(queued=s)))
@@ -88,10 +93,10 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         await writer.write(pb.LoadModelEvent(loaded=self._loaded(slot, model, seconds)))
 
     def _loaded(self, slot: ModelSlot, model: StoredModel, seconds: float) -> pb.LoadModelResponse:
-        config = self.services.config
+        k_type, v_type = slot.kv_types
         identity = slot.identity(
             model,
-            CapacityRequest(k_type=config.k_type, v_type=config.v_type),
+            CapacityRequest(k_type=k_type, v_type=v_type),
             window=0,
             prompt_format="",
             profile_id="",
@@ -143,9 +148,13 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
             raise InvalidRequest.of(
                 "path", request.path, "an absolute path on the daemon's machine"
             )
+        writer = self._writer(context)
+        if is_adapter(path, request.type):
+            imported = await adapters.import_adapter(self.services, request)
+            await writer.write(pb.ImportModelEvent(imported=imported))
+            return
         if request.replace and request.name:
             self._refuse_resident(request.name, "replaced")
-        writer = self._writer(context)
         loop = asyncio.get_running_loop()
         latest: list[tuple[str, int, int]] = []
 
@@ -163,6 +172,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
                 replace=request.replace,
                 expected_digest=request.expected_digest,
                 progress=progress,
+                served=tuple(self.services.slots),
             )
         )
         try:
@@ -193,6 +203,10 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
     async def RemoveModel(
         self, request: pb.RemoveModelRequest, context: Context
     ) -> pb.RemoveModelResponse:
+        if self.services.adapters.has(request.name):
+            adapters.refuse_resident(self.services, request.name, "removed")
+            freed = await asyncio.to_thread(self.services.adapters.remove, request.name)
+            return pb.RemoveModelResponse(freed_bytes=freed)
         self._refuse_resident(request.name, "removed")
         freed = await asyncio.to_thread(self.services.store.remove, request.name)
         return pb.RemoveModelResponse(freed_bytes=freed)

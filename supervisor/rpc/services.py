@@ -9,6 +9,7 @@ from modeld.shared.ids import backend_of
 from modeld.supervisor.config import Config
 from modeld.supervisor.events import EventBus
 from modeld.supervisor.model_slot import ModelSlot
+from modeld.supervisor.models.adapters import AdapterStore
 from modeld.supervisor.models.store import ModelStore
 from modeld.supervisor.rpc.errors import Gate
 
@@ -23,14 +24,16 @@ class Services:
     slots: dict[str, ModelSlot]  # by backend
     bus: EventBus
 
+    @property
+    def adapters(self) -> AdapterStore:
+        return AdapterStore(self.config.data_root)
+
     def slot_of_type(self, model_type: str) -> ModelSlot:
-        """The slot that serves a model type; "" is the first backend's.
+        """The slot that serves a model type.
 
         Raises UnsupportedModelType for an unknown type, BackendMismatch for one that this daemon
         doesn't run.
         """
-        if not model_type:
-            return next(iter(self.slots.values()))
         if model_type not in KNOWN_TYPES:
             raise UnsupportedModelType(
                 f"Model type {model_type!r} is unknown. Known are {', '.join(KNOWN_TYPES)}.",
@@ -39,15 +42,39 @@ class Services:
         slot = self.slots.get(model_type)
         if slot is None:
             raise BackendMismatch(
-                f"This daemon runs {', '.join(self.slots)} only, not {model_type!r}.",
+                f"This daemon runs {', '.join(self.slots)} only, not {model_type!r}. The setting "
+                "backends says which.",
                 metadata={"type": model_type, "backends": ",".join(self.slots)},
             )
         return slot
 
+    def slot_of_model(self, name: str, model_type: str = "") -> ModelSlot:
+        """The slot that serves a model: names are unique in the store, so its record tells the
+        type, and a given one can only agree.
+
+        Raises as ``slot_of_type``, and InvalidRequest, ModelNotFound, DigestMismatch,
+        ModelLoadFailed or BackendMismatch.
+        """
+        given = self.slot_of_type(model_type) if model_type else None
+        kind = self.store.get(name).record.type
+        if given is not None and kind != model_type:
+            raise BackendMismatch(
+                f"{name!r} is a model of type {kind!r}, not {model_type!r}. Leave the type out, or "
+                f"give {kind!r}.",
+                metadata={"model": name, "type": kind, "asked_type": model_type},
+            )
+        if kind in self.slots:
+            return self.slots[kind]
+        raise BackendMismatch(
+            f"{name!r} is a model of type {kind!r}, and this daemon runs "
+            f"{', '.join(self.slots)} only. The setting backends says which.",
+            metadata={"model": name, "type": kind, "backends": ",".join(self.slots)},
+        )
+
     def slot_of_session(self, session_id: str) -> ModelSlot:
         slot = self.slots.get(backend_of(session_id))
         if slot is not None or not session_id:
-            return slot or self.slot_of_type("")
+            return slot or next(iter(self.slots.values()))
         raise SessionNotFound(
             f"No session {session_id[:64]!r}: not an id that OpenSession answered.",
             metadata={"session_id": session_id[:64]},

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from modeld.shared.capabilities import Capability
 from modeld.shared.capacity import CapacityRequest, Companions, MachineReading, Resolution
 from modeld.shared.errors import (
     DigestMismatch,
@@ -16,6 +17,7 @@ from modeld.shared.errors import (
     unsupported,
 )
 from modeld.shared.ids import check_session_key, new_turn_id
+from modeld.shared.images import check_images
 from modeld.shared.manifest import SegmentId, check_identity, manifest_digest
 from modeld.shared.messages import (
     ChunkOut,
@@ -35,11 +37,13 @@ from modeld.shared.messages import (
     TokenizeResult,
     TurnOp,
 )
+from modeld.supervisor.config import Config
 from modeld.supervisor.model_slot import ModelSlot, OpenRequest, WhatIf, capabilities_of
-from modeld.supervisor.planning import check_v_type
+from modeld.supervisor.planning import check_kv_types
 from modeld.supervisor.probes.simulated import parse_machine
 from modeld.supervisor.questions import answers
-from modeld.supervisor.rpc import convert
+from modeld.supervisor.rpc import convert, embedding
+from modeld.supervisor.rpc.adapters import adapters_of
 from modeld.supervisor.rpc.errors import Context, guarded
 from modeld.supervisor.rpc.services import Services
 from modeld.supervisor.rpc.streaming import QueueReporter, Writer, caller_of
@@ -78,6 +82,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             part,
             prompt_format=session.identity.prompt_format,
             max_bytes=self.services.config.max_prompt_bytes,
+            vision=_takes_images(session.capabilities),
         )
 
     def _writer(self, context: Context) -> Writer:
@@ -111,16 +116,25 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     async def _open(
         self, request: pb.OpenSessionRequest, caller: Caller, report: Any = None
     ) -> pb.OpenSessionResponse:
-        slot = self.services.slot_of_type(request.model_type)
-        _refuse_unserved(request)
+        slot = self.services.slot_of_model(request.model, request.model_type)
+        _refuse_unserved(request, slot.backend)
+        embedding.refuse_unless_it_generates(slot.find_model(request.model))
         if request.session_key:
             check_session_key(request.session_key)
         _check_text("profile_id", request.profile_id)
         _check_format(request.prompt_format)
+        adapters = await adapters_of(self.services, request.adapters)
         wanted = OpenRequest(
             model=request.model,
-            capacity=_capacity(
-                request.window, request.k_type, request.v_type, self.services.config
+            capacity=replace(
+                _capacity(
+                    request.window,
+                    request.k_type,
+                    request.v_type,
+                    self.services.config,
+                    slot.backend,
+                ),
+                adapters=adapters,
             ),
             session_key=request.session_key,
             profile_id=request.profile_id,
@@ -342,14 +356,14 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 
     @guarded
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        slot = self.services.slot_of_type(request.model_type)
+        slot = self.services.slot_of_model(request.model, request.model_type)
         model = slot.find_model(request.model)
         _check_format(request.prompt_format)
         resident = slot.resident is not None and slot.resident.model.digest == model.digest
         config = self.services.config
         if request.what_if:
             config = config.with_settings(dict(request.what_if), "what_if")
-        wanted = _capacity(request.window, request.k_type, request.v_type, config)
+        wanted = _capacity(request.window, request.k_type, request.v_type, config, slot.backend)
         machine: MachineReading | None = None
         plan = self._resident_plan(slot, request, resident, wanted)
         source = "open_session"
@@ -372,6 +386,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             machine,
             planning.evidence.quality(model.digest),
             resident=resident,
+            device_words=planning.device_words(model.digest, wanted, config),
         )
         return pb.DescribeResponse(
             model=model.name,
@@ -385,6 +400,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             resolution_source=source,
             template_supports_tools=bool(load and load.template_supports_tools),
             machine=convert.machine(machine) if machine else None,
+            executor=load.executor if load else "",
+            executor_reason=load.executor_reason if load else "",
         )
 
     def _resident_plan(
@@ -405,7 +422,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                     metadata={"session_id": request.session_id[:64]},
                 )
             return chosen.resolution
-        plain = wanted == _capacity(0, "", "", self.services.config) and not (
+        plain = wanted == _capacity(0, "", "", self.services.config, slot.backend) and not (
             request.hypothetical
             or request.sessions
             or request.machine
@@ -419,7 +436,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     async def _with_model(
         self, model: str, load: bool, context: Context, operation: str, request: Payload
     ) -> Payload:
-        slot = self.services.slot_of_type("")
+        slot = self.services.slot_of_model(model)
         stored = slot.find_model(model)
         caller = caller_of(context, no_wait=False)
         while True:
@@ -459,10 +476,12 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     async def RenderTemplate(
         self, request: pb.RenderTemplateRequest, context: Context
     ) -> pb.RenderTemplateResponse:
+        vision = _has_images(request.messages) and self._resident_takes_images(request.model)
         messages = [
-            convert.message_in(message, f"messages[{index}]")[0]
+            convert.message_in(message, f"messages[{index}]", vision=vision)[0]
             for index, message in enumerate(request.messages)
         ]
+        check_images(convert.images_of((f"messages[{i}]", m) for i, m in enumerate(messages)))
         operation = RenderOp(
             messages=messages,
             tools=[tool.json_schema for tool in request.tools],
@@ -475,6 +494,18 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         return pb.RenderTemplateResponse(
             text=result.text, template_digest=result.template_digest, token_ids=result.ids
         )
+
+    def _resident_takes_images(self, model: str) -> bool:
+        """What a model that isn't loaded takes isn't known, and finding out changes the slot."""
+        slot = self.services.slot_of_model(model)
+        resident, digest = slot.resident, slot.find_model(model).digest
+        if resident is None or resident.model.digest != digest:
+            return False
+        return _takes_images(capabilities_of(resident.load))
+
+    @guarded
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        return await embedding.embed(self.services, request, context)
 
     # --- not served yet -------------------------------------------------------------------------
 
@@ -509,10 +540,6 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     @guarded
     async def Fork(self, request: Any, context: Context) -> pb.ForkResponse:
         raise unsupported("fork")
-
-    @guarded
-    async def Embed(self, request: Any, context: Context) -> pb.EmbedResponse:
-        raise unsupported("embed")
 
 
 class _Record:
@@ -567,15 +594,23 @@ def _expect(payload: Payload, kind: type[Any]) -> Any:
     return payload
 
 
-def _refuse_unserved(request: pb.OpenSessionRequest) -> None:
+def _has_images(messages: Iterable[common.ChatMessage]) -> bool:
+    return any(part.HasField("image") for message in messages for part in message.content)
+
+
+def _takes_images(capabilities: Iterable[Capability]) -> bool:
+    return any(c.name == "vision" and c.answer == "yes" for c in capabilities)
+
+
+def _refuse_unserved(request: pb.OpenSessionRequest, backend: str) -> None:
     if request.overflow == pb.OVERFLOW_EVICT:
         raise unsupported("overflow.evict", "Open with OVERFLOW_REFUSE.")
     if request.layout == pb.LAYOUT_BATCHED:
         raise unsupported("layout.batched", "Open with LAYOUT_ISOLATED.")
     if request.durable:
         raise unsupported("durable")
-    if request.adapters:
-        raise unsupported("adapters")
+    if request.adapters and backend != "openvino":
+        raise unsupported("adapters", "Models of type openvino take them.")
 
 
 def _check_format(prompt_format: str) -> None:
@@ -583,12 +618,14 @@ def _check_format(prompt_format: str) -> None:
         raise InvalidRequest.of("prompt_format", prompt_format, "'raw', 'chat' or empty")
 
 
-def _capacity(window: int, k_type: str, v_type: str, config: Any) -> CapacityRequest:
+def _capacity(
+    window: int, k_type: str, v_type: str, config: Config, backend: str
+) -> CapacityRequest:
     if window < 0:
         raise InvalidRequest.of("window", window, "0 (automatic) or a number of tokens")
-    v_type = v_type or config.v_type
-    check_v_type(v_type)
-    return CapacityRequest(window=window, k_type=k_type or config.k_type, v_type=v_type)
+    k_type, v_type = config.kv_types(backend, k_type, v_type)
+    check_kv_types(backend, k_type, v_type)
+    return CapacityRequest(window=window, k_type=k_type, v_type=v_type)
 
 
 def _check_text(field: str, text: str) -> None:

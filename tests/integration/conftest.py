@@ -4,19 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from modeld.client import Client, Session
 from modeld.v1 import common_pb2 as common
 from modeld.v1 import session_pb2 as pb
+from tests.support.backends import BACKENDS, LLAMA, Backend
 from tests.support.daemon import MODEL, RunningDaemon, Stubs, running_daemon
 from tests.support.reference import Reference
 
 
+@pytest.fixture(scope="session", params=BACKENDS, ids=lambda backend: backend.name)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """What is promised is promised on every engine: each test runs on all of them."""
+    chosen: Backend = request.param
+    return chosen
+
+
 @pytest.fixture(scope="session")
-def daemon(demo_model: Path) -> Iterator[RunningDaemon]:
-    with running_daemon(demo_model) as running:
+def served(backend: Backend, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What ``running_daemon`` needs to serve the small model by this backend."""
+    if backend is LLAMA:
+        return {"model": request.getfixturevalue("demo_model"), "backend": backend.name}
+    return {
+        "model": request.getfixturevalue("demo_model"),
+        "backend": backend.name,
+        "converted": request.getfixturevalue(backend.model),
+    }
+
+
+@pytest.fixture(scope="session")
+def engine_path(backend: Backend, request: pytest.FixtureRequest) -> Path:
+    """What the backend's worker loads."""
+    path: Path = request.getfixturevalue(backend.model)
+    return path
+
+
+@pytest.fixture(scope="session")
+def daemon(served: dict[str, Any]) -> Iterator[RunningDaemon]:
+    with running_daemon(**served) as running:
         yield running
 
 
@@ -64,7 +92,7 @@ def raw(client: Client) -> Session:
 
 
 @pytest.fixture(scope="session")
-def reference(demo_model: Path) -> Iterator[Reference]:
-    made = Reference(demo_model)
+def reference(backend: Backend, engine_path: Path) -> Iterator[Reference]:
+    made = Reference(engine_path, backend=backend)
     yield made
     made.close()

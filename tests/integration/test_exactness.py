@@ -22,8 +22,8 @@ import pytest
 from modeld.client import Client, Session
 from modeld.shared.messages import EnsureOp, OpenOp, PromptIn, SegmentIn, SuffixOp
 from modeld.workers.core import SessionCore
-from modeld.workers.llama.context import LlamaContext
-from modeld.workers.llama.engine import LlamaEngine
+from modeld.workers.engine import Engine, EngineContext
+from tests.support.backends import Backend
 from tests.support.core_harness import FakeOp, chat, options, raw
 from tests.support.core_harness import Harness as CoreHarness
 from tests.support.daemon import MODEL
@@ -49,14 +49,14 @@ IDS = [f"{index:02d}" for index in range(len(VARIED))]
 class Traced:
     """The splits by which a context came to hold what it holds, as an independent witness."""
 
-    def __init__(self, engine: LlamaEngine) -> None:
-        self.splits: dict[LlamaContext, list[Split]] = {}
+    def __init__(self, engine: Engine) -> None:
+        self.splits: dict[EngineContext, list[Split]] = {}
         self._make = engine.new_context
         engine.new_context = self._new_context  # type: ignore[method-assign]
 
     def _new_context(
         self, window: int, k_type: str, v_type: str, compute_bytes: int = 0
-    ) -> LlamaContext:
+    ) -> EngineContext:
         made = self._make(window, k_type, v_type)
         self.splits[made] = []
         evaluate, step = made.evaluate, made.step
@@ -77,7 +77,7 @@ class Traced:
             trim(keep)
             self.splits[made] = _first(self.splits[made], keep)
 
-        def traced_copy(source: LlamaContext, tokens: int) -> bool:
+        def traced_copy(source: EngineContext, tokens: int) -> bool:
             copied = copy(source, tokens)
             self.splits[made] = _first(self.splits[source], tokens) if copied else []
             return copied
@@ -85,7 +85,7 @@ class Traced:
         made.evaluate = traced_evaluate  # type: ignore[method-assign]
         made.step = traced_step  # type: ignore[method-assign]
         made.trim = traced_trim  # type: ignore[method-assign]
-        made.copy_prefix_from = traced_copy  # type: ignore[method-assign, assignment]
+        made.copy_prefix_from = traced_copy  # type: ignore[method-assign]
         return made
 
 
@@ -101,9 +101,9 @@ def _first(splits: Sequence[Split], keep: int) -> list[Split]:
 class Core(CoreHarness):
     """A session core over the real engine, in this process."""
 
-    def __init__(self, model: Path) -> None:
-        self.engine = LlamaEngine()  # type: ignore[assignment]
-        self.traced = Traced(self.engine)  # type: ignore[arg-type]
+    def __init__(self, backend: Backend, model: Path) -> None:
+        self.engine = backend.engine()  # type: ignore[assignment]
+        self.traced = Traced(self.engine)
         self.core = SessionCore(self.engine)
         self.turns = 0
         self.loaded = self.run(load_request(model), FakeOp())
@@ -121,10 +121,9 @@ class Core(CoreHarness):
             )
         )
 
-    def context(self, session_id: str = "a") -> LlamaContext:
+    def context(self, session_id: str = "a") -> EngineContext:
         entry = self.core._sessions[session_id].context
         assert entry is not None
-        assert isinstance(entry.engine_context, LlamaContext)
         return entry.engine_context
 
     def prompt_logits(
@@ -144,8 +143,8 @@ class Core(CoreHarness):
 
 
 @pytest.fixture(scope="module")
-def loaded_core(demo_model: Path) -> Iterator[Core]:
-    core = Core(demo_model)
+def loaded_core(backend: Backend, engine_path: Path) -> Iterator[Core]:
+    core = Core(backend, engine_path)
     yield core
     core.core.close()
 

@@ -536,7 +536,7 @@ UNSERVED_CALLS: list[tuple[str, Any, str]] = [
     ("DeleteSnapshot", pb.DeleteSnapshotRequest(), "snapshot"),
     ("Admit", pb.AdmitRequest(), "cold_store"),
     ("Fork", pb.ForkRequest(), "fork"),
-    ("Embed", pb.EmbedRequest(), "embed"),
+    ("Embed", pb.EmbedRequest(model=MODEL, texts=["a"]), "embed"),
 ]
 
 
@@ -587,7 +587,7 @@ def test_open_options_not_served_name_the_capability(
     assert refused.value.metadata["capability"] == capability
 
 
-def test_adapters_images_and_structured_output_name_their_capability(
+def test_adapters_and_images_name_their_capability(
     client: Client, chat: Session, stubs: Stubs
 ) -> None:
     request = pb.OpenSessionRequest(model=MODEL, adapters=[common.Adapter(digest="aa", scale=1)])
@@ -598,10 +598,6 @@ def test_adapters_images_and_structured_output_name_their_capability(
     with unchanged(chat), pytest.raises(UnsupportedFeature) as refused:
         ask(chat, [], [picture], 1)
     assert refused.value.metadata["capability"] == "vision"
-    for constraint in ({"json_schema": "{}"}, {"regex": "a+"}, {"grammar": "root ::= 'a'"}):
-        with unchanged(chat), pytest.raises(UnsupportedFeature) as refused:
-            ask(chat, [], [user("x")], 1, **constraint)
-        assert refused.value.metadata["capability"] == "structured_output"
 
 
 def test_tools_that_the_template_would_drop_are_refused(chat: Session) -> None:
@@ -614,7 +610,7 @@ def test_tools_that_the_template_would_drop_are_refused(chat: Session) -> None:
 def test_capabilities_say_no_to_what_is_refused(chat: Session) -> None:
     for name in ("snapshot", "cold_store", "fork", "embed", "overflow.evict", "layout.batched"):
         assert chat.capabilities[name].answer == "no"
-    for name in ("durable", "adapters", "vision", "structured_output"):
+    for name in ("durable", "adapters", "vision"):
         assert chat.capabilities[name].answer == "no"
     for name in ("tail_removal", "prefix_copy", "exact_warm", "decode.logprobs"):
         assert chat.capabilities[name].answer == "yes"

@@ -35,6 +35,7 @@ from modeld.client.convert import identity_to_proto
 from modeld.v1 import common_pb2 as common
 from modeld.v1 import session_pb2 as pb
 from tests.support import tiny_models
+from tests.support.backends import Backend
 from tests.support.daemon import (
     MODEL,
     Background,
@@ -388,9 +389,9 @@ def test_closing_a_session_stops_what_runs_for_it(client: Client, other: Client)
 
 
 @pytest.fixture(scope="module")
-def tight(demo_model: Path) -> Iterator[RunningDaemon]:
+def tight(served: dict[str, Any]) -> Iterator[RunningDaemon]:
     with running_daemon(
-        demo_model, n_ubatch=32, n_batch=32, max_sessions=2, stall_limit_s=1, turn_idle_s=0.2
+        **served, n_ubatch=32, n_batch=32, max_sessions=2, stall_limit_s=1, turn_idle_s=0.2
     ) as running:
         yield running
 
@@ -416,7 +417,7 @@ def test_one_session_too_many_is_refused_with_the_budget(narrow: Client) -> None
 
 
 def test_a_cancelled_prefill_keeps_whole_micro_batches_and_goes_on_from_there(
-    narrow: Client, tight: RunningDaemon, demo_model: Path
+    narrow: Client, tight: RunningDaemon, backend: Backend, engine_path: Path
 ) -> None:
     session = raw_session(narrow, window=2048)
     prompt = text_ids(narrow, LONG + " And then")
@@ -439,7 +440,7 @@ def test_a_cancelled_prefill_keeps_whole_micro_batches_and_goes_on_from_there(
     resumed = ask(session, LONG, " And then", 6)
     assert resumed.before.reused == seen
     assert resumed.before.prefilled + resumed.after.prefilled == len(prompt) - seen
-    reference = Reference(demo_model, n_batch=32, n_ubatch=32)
+    reference = Reference(engine_path, backend=backend, n_batch=32, n_ubatch=32)
     assert resumed.ids == reference.greedy(prompt, 6, window=2048)
     reference.close()
 
@@ -562,8 +563,8 @@ def test_unloading_is_refused_with_sessions_forced_and_idempotent(narrow: Client
 # --- daemons of their own ------------------------------------------------------------------------
 
 
-def test_an_idle_slot_gives_its_memory_back_and_a_key_reopens(demo_model: Path) -> None:
-    with running_daemon(demo_model, idle_release_s=4) as daemon, daemon.client() as client:
+def test_an_idle_slot_gives_its_memory_back_and_a_key_reopens(served: dict[str, Any]) -> None:
+    with running_daemon(**served, idle_release_s=4) as daemon, daemon.client() as client:
         session = raw_session(client, window=4096, session_key="mine")
         first = ask(session, STORY, " And", 3)
         worker = psutil.Process(client.status().slots[0].worker.pid)
@@ -583,8 +584,8 @@ def test_an_idle_slot_gives_its_memory_back_and_a_key_reopens(demo_model: Path) 
         assert ask(again, STORY, " And", 3).ids == first.ids
 
 
-def test_a_drain_lets_a_decode_finish_and_admits_nothing_new(demo_model: Path) -> None:
-    with running_daemon(demo_model) as daemon, daemon.client() as client:
+def test_a_drain_lets_a_decode_finish_and_admits_nothing_new(served: dict[str, Any]) -> None:
+    with running_daemon(**served) as daemon, daemon.client() as client:
         session = raw_session(client)
         stream = session.turn(" Count", " on", max_tokens=60, ignore_eos=True)
         next(stream.chunks())
@@ -601,9 +602,9 @@ def test_a_drain_lets_a_decode_finish_and_admits_nothing_new(demo_model: Path) -
         assert daemon.wait() == 0
 
 
-def test_a_drain_ends_what_waits_and_what_outlives_the_grace(demo_model: Path) -> None:
+def test_a_drain_ends_what_waits_and_what_outlives_the_grace(served: dict[str, Any]) -> None:
     with (
-        running_daemon(demo_model) as daemon,
+        running_daemon(**served) as daemon,
         daemon.client() as client,
         daemon.client() as second,
     ):
@@ -622,13 +623,13 @@ def test_a_drain_ends_what_waits_and_what_outlives_the_grace(demo_model: Path) -
         assert daemon.wait() == 0
 
 
-def test_a_restarted_daemon_is_another_owner(demo_model: Path) -> None:
-    with running_daemon(demo_model) as daemon, daemon.client() as client:
+def test_a_restarted_daemon_is_another_owner(served: dict[str, Any]) -> None:
+    with running_daemon(**served) as daemon, daemon.client() as client:
         owner = client.owner_instance_id
         session = client.open_session(MODEL, window=512, prompt_format="raw")
         generation = session.handle.generation
         daemon.stop()
-        again = RunningDaemon(daemon.data_root, {})
+        again = RunningDaemon(daemon.data_root, {"backends": served["backend"]})
         try:
             with again.client() as fresh:
                 assert fresh.owner_instance_id != owner

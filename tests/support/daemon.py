@@ -24,6 +24,7 @@ import psutil
 from modeld.client import Client, DiscoveryError
 from modeld.client.errors import ConnectionLost, from_rpc_error
 from modeld.v1 import daemon_pb2_grpc, model_pb2_grpc, session_pb2_grpc
+from tests.support.backends import share_conversion
 
 REPOSITORY = Path(__file__).parents[2]
 START_LIMIT_S = 120.0
@@ -93,17 +94,26 @@ class RunningDaemon:
 
 
 @contextmanager
-def running_daemon(model: Path | None = None, **settings: object) -> Iterator[RunningDaemon]:
-    """A daemon of its own; with ``model`` in its store under the name ``MODEL``.
+def running_daemon(
+    model: Path | None = None,
+    *,
+    backend: str = "llama",
+    converted: Path | None = None,
+    **settings: object,
+) -> Iterator[RunningDaemon]:
+    """A daemon of its own; with ``model`` in its store, for ``backend``, under the name ``MODEL``.
 
-    The data root is short: a unix socket's path has about a hundred bytes.
+    ``converted`` is a folder that the same model was converted to already. The data root is short:
+    a unix socket's path has about a hundred bytes.
     """
     data_root = Path(tempfile.mkdtemp(prefix="md-"))
-    daemon = RunningDaemon(data_root, settings)
+    if converted is not None:
+        share_conversion(converted, data_root)
+    daemon = RunningDaemon(data_root, {"backends": backend, **settings})
     try:
         with daemon.client() as client:
             if model is not None:
-                client.import_model(model, name=MODEL)
+                client.import_model(model, name=MODEL, model_type=backend)
         yield daemon
     finally:
         code = daemon.stop()

@@ -28,6 +28,7 @@ import grpc.aio
 
 from modeld.shared import lease_record, manifest
 from modeld.shared.errors import (
+    ContextOverflow,
     DigestMismatch,
     GenerationStale,
     InvalidRequest,
@@ -261,7 +262,12 @@ def content_hash(segment: common_pb2.Segment) -> str:
     message = segment.message
     return manifest.message_hash(
         role=message.role,
-        content=[(part.text, "") for part in message.content],
+        content=[
+            ("", manifest.sha256_hex(part.image.data))
+            if part.HasField("image")
+            else (part.text, "")
+            for part in message.content
+        ],
         name=message.name,
         tool_call_id=message.tool_call_id,
         tool_calls=[(c.id, c.name, c.arguments) for c in message.tool_calls],
@@ -600,6 +606,27 @@ class Servicer(
             raise ModelNotActive("not resident")
         pieces = [bytes([b]) for b in request.text.encode()]
         return session_pb2.TokenizeResponse(token_ids=[p[0] for p in pieces], pieces=pieces)
+
+    async def Embed(self, request: Any, context: Any) -> Any:
+        """A text's vector is its length and its first byte; its tokens are its bytes."""
+        await self.enter(request, context)
+        self.model(request.model)
+        for index, text in enumerate(request.texts):
+            if len(text) > 8:
+                raise ContextOverflow(
+                    f"texts[{index}] is too long",
+                    metadata={"index": index, "tokens": len(text), "max_tokens": 8},
+                )
+        return session_pb2.EmbedResponse(
+            embeddings=[
+                session_pb2.Embedding(values=[len(text), text.encode()[0]], tokens=len(text))
+                for text in request.texts
+            ],
+            dimensions=2,
+            pooling=request.pooling or "mean",
+            normalized=request.normalize,
+            engine_seconds=0.5,
+        )
 
     async def Detokenize(self, request: Any, context: Any) -> Any:
         await self.enter(request, context)

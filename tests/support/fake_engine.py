@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from modeld.shared.errors import InsufficientMemory, InvalidRequest, ModelLoadFailed, SessionFatal
+from modeld.shared.errors import (
+    InsufficientMemory,
+    InvalidRequest,
+    ModelLoadFailed,
+    SessionFatal,
+    UnsupportedFeature,
+)
 from modeld.shared.messages import Hello, LoadOp, LoadResult, PlacedOut
 from modeld.workers.engine import Cancelled, EngineContext, ReportProgress
 
 if TYPE_CHECKING:
-    from modeld.workers.engine import Logits
+    from modeld.workers.engine import Logits, State
 
 MERGES = ("the", "ing", "hello", "wor", "ld", "world", "an", "er", " the")
 CONTROLS = ("<|begin|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>")
@@ -92,6 +98,7 @@ class FakeContext:
             PlacedOut(device="CPU", kv_bytes=self.kv_bytes, compute_bytes=self.compute_bytes)
         ]
         self.engine = engine
+        self.state_block = engine.state_block
         self.tokens: list[int] = []
         self.hashes: list[int] = []
         self.closed = False
@@ -150,6 +157,37 @@ class FakeContext:
         self.engine.copied += tokens
         return True
 
+    def export_state(self, begin: int, end: int) -> State:
+        """The ids and hashes of the range, as bytes."""
+        self._check_usable()
+        size, block = len(self.tokens), self.state_block
+        if not 0 <= begin < end <= size or begin % block or (end % block and end != size):
+            raise InvalidRequest.of("range", f"{begin} to {end}", f"blocks of {block}")
+        if not self.engine.ranges and (begin, end) != (0, size):
+            raise UnsupportedFeature("no ranges", metadata={"capability": "state.blocks"})
+        if end - begin > self.engine.most_exported:
+            raise InsufficientMemory("no memory for a copy", metadata={"cause": "copy"})
+        rows = np.array([self.tokens[begin:end], self.hashes[begin:end]], dtype="<i8")
+        return rows.T.copy().view(np.uint8).reshape(-1)
+
+    def import_state(self, state: State, end: int) -> bool:
+        self._check_usable()
+        begin = len(self.tokens)
+        if state.nbytes != 16 * (end - begin) or end > self.window or begin % self.state_block:
+            return False
+        if self.engine.refuse_imports_after is not None:
+            self.engine.refuse_imports_after -= 1
+            if self.engine.refuse_imports_after < 0:
+                self.engine.refuse_imports_after = None
+                if self.engine.refuses_fatally:
+                    raise SessionFatal("import failed", metadata={"cause": "engine_error"})
+                return False
+        tokens, hashes = state.view("<i8").reshape(-1, 2).T.tolist()
+        self.tokens += tokens
+        self.hashes += hashes
+        self.engine.imported += len(tokens)
+        return True
+
     def close(self) -> None:
         if not self.closed:
             self.closed = True
@@ -173,12 +211,20 @@ class FakeEngine:
         add_bos: bool = False,
         template: str | None = TEMPLATE,
         end_bias: float = -2.0,
+        ranges: bool = True,
+        state_block: int = 1,
     ) -> None:
         self.micro_batch = micro_batch
         self.trimmable = trimmable
         self.copies = copies
         self.cell_limit = cell_limit
         self.template = template
+        self.ranges = ranges  # False: only whole states go out
+        self.state_block = state_block
+        self.most_exported = 1 << 30  # tokens at a time
+        self.refuse_imports_after: int | None = None  # take that many states, then refuse one
+        self.refuses_fatally = False
+        self.imported = 0
         self.cells = 0
         self.evaluated = 0
         self.copied = 0
@@ -215,6 +261,7 @@ class FakeEngine:
             threads=1,
             capabilities={},
             seconds=0.0,
+            exact_state_types=["f16/f16"],
         )
 
     def unload(self) -> None:

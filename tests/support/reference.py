@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from modeld.shared.messages import LoadOp
-from modeld.workers.llama.engine import LlamaEngine
+from tests.support.backends import LLAMA, Backend
 
 if TYPE_CHECKING:
     from modeld.workers.engine import Logits
@@ -34,10 +34,12 @@ def load_request(path: Path, *, n_batch: int = 512, n_ubatch: int = 512) -> Load
 
 
 class Reference:
-    """A model of its own, outside the product."""
+    """A model of its own, outside the product. ``path`` is what the backend's worker loads."""
 
-    def __init__(self, path: Path, *, n_batch: int = 512, n_ubatch: int = 512) -> None:
-        self.engine = LlamaEngine()
+    def __init__(
+        self, path: Path, *, backend: Backend = LLAMA, n_batch: int = 512, n_ubatch: int = 512
+    ) -> None:
+        self.engine = backend.engine()
         self.engine.load(
             load_request(path, n_batch=n_batch, n_ubatch=n_ubatch), lambda _s, _f: None, never
         )

@@ -294,6 +294,42 @@ def test_whether_the_engine_offloads_is_told_from_its_own_devices(kind, words):
     assert words in found.text
 
 
+OPENVINO = AskAnswer(
+    loader="unknown",
+    backend_version="openvino 2026.4.1",
+    build_digest="ab" * 32,
+    devices=[EngineDevice(name="CPU", description="", kind="cpu")],
+)
+INSTALLED = dict.fromkeys(checks.OPENVINO_PACKAGES, "2026.4.1")
+
+
+@pytest.mark.parametrize(
+    ("versions", "answer", "backends", "device", "level", "words"),
+    [
+        ({}, AskAnswer(loader="unknown"), ("llama",), "CPU", Level.NOTE, "isn't installed"),
+        ({}, AskAnswer(loader="unknown"), ("openvino",), "CPU", Level.PROBLEM, "backends names"),
+        (INSTALLED, OPENVINO, ("llama",), "CPU", Level.OK, "doesn't name it"),
+        (INSTALLED, OPENVINO, ("llama", "openvino"), "CPU", Level.OK, "runs on CPU"),
+        (INSTALLED, OPENVINO, ("openvino",), "GPU", Level.PROBLEM, "openvino_device is GPU"),
+        (
+            INSTALLED,
+            AskAnswer(loader="unknown", words="no such library"),
+            ("openvino",),
+            "CPU",
+            Level.PROBLEM,
+            "no such library",
+        ),
+    ],
+)
+def test_openvino_is_judged_by_whether_the_settings_name_it(
+    versions, answer, backends, device, level, words
+):
+    finding = checks.openvino(versions, answer, backends, device)[-1]
+    assert finding.level is level
+    assert words in finding.text
+    assert finding.remedy or level is Level.OK
+
+
 # --- the machine ---------------------------------------------------------------------------------
 
 

@@ -456,9 +456,10 @@ def test_an_openvino_folder_is_planned_with_its_own_types(modeld, tmp_path):
     answer = json.loads(result.stdout)
     assert answer["model_type"] == "openvino"
     types = {(row["k_type"], row["v_type"]) for row in answer["alternatives"]}
-    assert types == {("f16", "f16"), ("u8", "u8")}  # u4 isn't known for such heads
-    questions = {q["name"]: q["answer"] for q in answer["questions"]}
-    assert questions["loader_supports_architecture"] == "ANSWER_UNKNOWN"
+    assert types == {("f16", "f16"), ("u8", "u8"), ("u4", "u4")}
+    loader = next(q for q in answer["questions"] if q["name"] == "loader_supports_architecture")
+    assert loader["answer"] == "ANSWER_NO"  # the file is no model, and the engine says so
+    assert ".xml" in loader["evidence"]
 
 
 @pytest.mark.parametrize(

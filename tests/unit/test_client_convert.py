@@ -22,6 +22,7 @@ PAIRS = [
     (values.ContextReport, session_pb2.ExplainContextResponse),
     (values.Description, session_pb2.DescribeResponse),
     (values.Tokens, session_pb2.TokenizeResponse),
+    (values.Embeddings, session_pb2.EmbedResponse),
     (values.Detokenized, session_pb2.DetokenizeResponse),
     (values.Rendered, session_pb2.RenderTemplateResponse),
     (values.SessionList, session_pb2.ListSessionsResponse),

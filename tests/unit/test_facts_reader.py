@@ -88,7 +88,7 @@ def test_a_model_without_blocks_is_refused_and_not_taken_as_free(tmp_path: Path)
     assert "no block" in refusal(path)
 
 
-def test_an_openvino_folder_is_read_and_its_import_refused(tmp_path: Path) -> None:
+def test_an_openvino_folder_is_read_and_refused_as_a_model_of_another_type(tmp_path: Path) -> None:
     folder = tmp_path / "ir"
     folder.mkdir()
     (folder / "openvino_model.xml").write_text('<net name="Model0" version="11">')
@@ -97,10 +97,10 @@ def test_an_openvino_folder_is_read_and_its_import_refused(tmp_path: Path) -> No
     (folder / "config.json").write_text(json.dumps(config))
     facts = read_facts(folder, any_kind=True)
     assert (facts.model_type, facts.weights_bytes) == ("openvino", 100)
-    with pytest.raises(BackendMismatch, match="Import the GGUF form"):
-        refuse_unless_model(facts, folder)
-    with pytest.raises(BackendMismatch):
-        read_facts(folder)
+    with pytest.raises(BackendMismatch, match="import the folder as type openvino"):
+        read_facts(folder, "llama")
+    with pytest.raises(ModelLoadFailed, match="openvino_model"):
+        read_facts(folder, "openvino")  # its XML ends before its end
 
 
 def test_a_model_passes(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 
 from modeld.shared.capacity import LayerFacts, LayerKind
 from modeld.shared.errors import ModelLoadFailed
-from modeld.shared.ir_facts import MAX_JSON_BYTES, MAX_XML_BYTES, ir_facts, is_ir
+from modeld.shared.ir_facts import ir_facts, is_ir
+from modeld.shared.ir_files import MAX_JSON_BYTES, MAX_XML_BYTES
+from modeld.shared.manifest import template_digest
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2",
@@ -144,10 +146,12 @@ def test_templates_are_found_where_tokenizers_keep_them(tmp_path: Path) -> None:
     folder = make(tmp_path / "ir", CONFIG)
     listed = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
     tokenizer = folder / "tokenizer_config.json"
-    tokenizer.write_text(json.dumps({"chat_template": listed, "add_bos_token": True}))
+    texts = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True}
+    tokenizer.write_text(json.dumps({**texts, "chat_template": listed}))
     from_list = ir_facts(folder)
     assert (from_list.has_template, from_list.add_bos) == (True, True)
-    tokenizer.write_text(json.dumps({"chat_template": "yes"}))
+    assert from_list.template_digest == template_digest("yes", "<s>", "</s>")
+    tokenizer.write_text(json.dumps({**texts, "chat_template": "yes"}))
     assert ir_facts(folder).template_digest == from_list.template_digest
     (folder / "chat_template.jinja").write_text("another")
     assert ir_facts(folder).template_digest != from_list.template_digest

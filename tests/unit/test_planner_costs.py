@@ -23,7 +23,7 @@ from modeld.shared.capacity import (
 from modeld.shared.errors import InvalidRequest
 from modeld.shared.gguf_facts import model_facts
 from modeld.shared.gguf_header import read_header
-from modeld.shared.planner import kv_math, openvino_kv
+from modeld.shared.planner import kv_math, openvino_cost, openvino_kv
 from modeld.shared.planner.capacity import resolve
 from modeld.shared.planner.costs import Costs
 from tests.support import engine_costs, shapes
@@ -125,7 +125,7 @@ def test_costs_are_near_what_the_engine_says_of_published_shapes(name: str, tmp_
 
 @pytest.mark.parametrize(
     ("kv_type", "per_token"),
-    [("f32", 46_080), ("f16", 23_040), ("bf16", 23_040), ("u8", 13_680), ("u4", 15_840)],
+    [("f32", 46_080), ("f16", 23_040), ("u8", 13_680), ("u4", 7_920)],
 )
 def test_openvino_widths_are_those_that_were_measured(kv_type: str, per_token: int) -> None:
     assert openvino_kv.kv_bytes(SMOL, 320, kv_type, kv_type) == 320 * per_token
@@ -136,17 +136,52 @@ def test_openvino_allocates_whole_blocks_of_32_tokens() -> None:
     assert openvino_kv.kv_bytes(SMOL, 0, "u8", "u8") == 0
 
 
-def test_openvino_key_and_value_types_count_apart() -> None:
-    assert openvino_kv.kv_bytes(SMOL, 32, "u8", "f16") == 32 * 90 * (80 + 128)
-    assert openvino_kv.kv_bytes(SMOL, 32, "f16", "u8") == 32 * 90 * (128 + 72)
+@pytest.mark.parametrize("length", [16, 32, 64, 80, 96, 128, 192, 256])
+def test_openvino_scales_are_those_of_the_compiled_model_s_inputs(length: int) -> None:
+    # Keys [blocks, heads, 32 + n, length] and values [blocks, heads, 32, length + n], in elements.
+    layer = (LayerFacts(1, 1, length, length),)
+    for kv_type, bits, n in (("u8", 8, 8), ("u4", 4, 16)):
+        shape = (32 + n) * length + 32 * (length + n)
+        assert openvino_kv.kv_bytes(layer, 32, kv_type, kv_type) == shape * bits // 8
 
 
-def test_what_u4_costs_is_known_for_one_length_only() -> None:
-    with pytest.raises(InvalidRequest, match="heads of 64") as refused:
-        openvino_kv.kv_bytes((LayerFacts(30, 3, 128, 128),), 32, "u4", "u4")
-    assert refused.value.metadata["value"] == "u4"
-    with pytest.raises(InvalidRequest, match="together"):
-        openvino_kv.kv_bytes(SMOL, 32, "u4", "u8")
+def test_openvino_keys_and_values_have_one_type() -> None:
+    for k_type, v_type in (("u8", "f16"), ("f16", "u8"), ("u4", "u8")):
+        with pytest.raises(InvalidRequest, match="one type") as refused:
+            openvino_kv.kv_bytes(SMOL, 32, k_type, v_type)
+        assert refused.value.metadata["field"] == "v_type"
+    with pytest.raises(InvalidRequest, match="no bf16") as refused:
+        openvino_kv.kv_bytes(SMOL, 32, "bf16", "bf16")
+    assert refused.value.metadata["allowed"] == "f16, f32, u8, u4"
+
+
+def test_openvino_weights_cost_what_loads_were_measured_to_take_or_somewhat_more() -> None:
+    """Growth of a worker that loaded each, in MB: SmolLM2-135M in 4 bits, and 4 layers of 1,024
+    by 2,048 elements in 4, 8 and 16 bits.
+    """
+    smol = replace(model(SMOL), model_type="openvino", embedding_length=576, heads=9)
+    smol = replace(smol, feed_forward_length=1536, quantization="Q4_1", weights_bytes=92_485_340)
+    wide = replace(smol, layers=(LayerFacts(4, 8, 64, 64),), embedding_length=1024, heads=16)
+    wide = replace(wide, feed_forward_length=2048)
+    for facts, measured in (
+        (smol, 222.3),
+        (replace(wide, quantization="int4", weights_bytes=21_646_564), 71.9),
+        (replace(wide, quantization="Q8_0", weights_bytes=40_894_436), 92.4),
+        (replace(wide, quantization="MOSTLY_F16", weights_bytes=76_742_990), 377.6),
+        (replace(wide, quantization="", weights_bytes=76_742_990), 377.6),
+    ):
+        planned = openvino_cost.copied_bytes(facts, EngineMeasure(), 512)
+        assert measured * 1e6 <= planned <= measured * 1e6 * 1.75, facts.quantization
+        known = EngineMeasure(copied_bytes=7)
+        assert openvino_cost.copied_bytes(facts, known, 512) == 7
+    assert openvino_cost.copied_bytes(model(SMOL), EngineMeasure(), 512) == 0
+
+
+@pytest.mark.parametrize(("tokens", "measured"), [(1024, 2.4), (2048, 5.9), (4096, 9.8)])
+def test_openvino_working_memory_grows_as_a_context_fills(tokens: int, measured: float) -> None:
+    smol = replace(model(SMOL), model_type="openvino", embedding_length=576, heads=9)
+    planned = costs_of(smol).compute(tokens)
+    assert measured * 1e6 <= planned <= measured * 1e6 * 2
 
 
 def test_types_are_those_of_the_model_s_own_backend() -> None:

@@ -146,8 +146,8 @@ def test_expected_digest_is_checked(models: ModelStore, gguf: Path, tmp_path: Pa
 
 
 def test_wrong_types_are_refused_in_words(models: ModelStore, gguf: Path) -> None:
-    with pytest.raises(BackendMismatch, match="llama"):
-        models.import_file(gguf, model_type="openvino")
+    with pytest.raises(BackendMismatch, match="'llama', not 'openvino'"):
+        models.import_file(gguf, model_type="openvino", served=("llama",))
     with pytest.raises(UnsupportedModelType, match="'onnx'"):
         models.import_file(gguf, model_type="onnx")
 
@@ -447,7 +447,7 @@ def test_every_file_name_gives_a_valid_name_or_a_clear_refusal(text: str) -> Non
 def test_reader_that_fails_in_any_way_is_a_typed_error(
     gguf: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
 ) -> None:
-    monkeypatch.setattr(facts, "_command", lambda path: [sys.executable, "-c", code])
+    monkeypatch.setattr(facts, "_command", lambda *_: [sys.executable, "-c", code])
     with pytest.raises(ModelLoadFailed, match=words):
         read_facts(gguf, timeout_s=0.5 if "sleep" in code else 30)
 

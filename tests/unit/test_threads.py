@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modeld.workers.llama.threads import (
+from modeld.workers.threads import (
     BusyReading,
     busy_between,
     choose_threads,

@@ -15,18 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from modeld.shared.errors import ContextOverflow, InsufficientMemory, InvalidRequest, SessionFatal
+from modeld.shared.errors import (
+    ContextOverflow,
+    InsufficientMemory,
+    InvalidRequest,
+    SessionFatal,
+    UnsupportedFeature,
+)
 from modeld.workers.engine import Cancelled, EngineContext
 from modeld.workers.llama import reports
 from modeld.workers.llama.native import engine_log, llama
 from modeld.workers.llama.parameters import ContextSettings, context_parameters
+from modeld.workers.llama.state import put_state, take_state
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from modeld.workers.engine import Logits
-
-    _State = NDArray[np.uint8]
+    from modeld.workers.engine import Logits, State
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +47,16 @@ class ModelTraits:
     window_tokens: int  # sliding window; 0: every token is attended
     recurrent: bool  # any layer keeps a state that can't go back
 
+    @property
+    def dense(self) -> bool:
+        """Every token's KV is a row of its own that stays: ranges of it mean something."""
+        return not (self.recurrent or self.window_tokens)
+
 
 class LlamaContext:
     """See ``EngineContext``. Not thread-safe: the engine thread only."""
+
+    state_block = 1
 
     def __init__(
         self,
@@ -140,8 +150,7 @@ class LlamaContext:
         self._decode(1, wanted=0)
 
     def _check_room(self, position: int, count: int) -> None:
-        if not self._handle or self._broken:
-            raise self._fatal("it is closed or was found broken before", "bookkeeping")
+        self._check_usable()
         if position != self._length:
             raise self._fatal(
                 f"tokens were to go to position {position}, it holds {self._length}", "bookkeeping"
@@ -151,6 +160,10 @@ class LlamaContext:
                 f"{position} resident and {count} more tokens exceed the window of {self.window}.",
                 metadata={"resident": position, "additional": count, "window": self.window},
             )
+
+    def _check_usable(self) -> None:
+        if not self._handle or self._broken:
+            raise self._fatal("it is closed or was found broken before", "bookkeeping")
 
     def _evaluate_many(self, ids: Any, position: int, cancelled: Cancelled) -> int:
         # A recurrent state is overwritten while a micro-batch runs, so one can't be given up
@@ -324,58 +337,86 @@ class LlamaContext:
             return False
         if not 0 < tokens <= self.window or not source.can_trim(tokens):
             return False
-        dense = not (self._traits.recurrent or self._traits.window_tokens)
-        step = _COPY_TOKENS if dense else tokens
+        step = _COPY_TOKENS if self._traits.dense else tokens
         for begin in range(0, tokens, step):
             end = min(begin + step, tokens)
             try:
-                state = source._export(begin, end)
+                copy = source._taken(begin, end)
             except InsufficientMemory:
                 self._clear()
                 raise
-            if state is None or not self._append(state, end):
+            if copy is None or not self.import_state(copy, end):
                 self._clear()
                 return False
         return True
 
-    def _export(self, begin: int, end: int) -> _State | None:
-        """The engine's own bytes of a range, through the scratch sequence unless it is all."""
-        everything = begin == 0 and end == self._length
-        sequence = _OWN if everything else _SCRATCH
-        if not everything:
+    # --- its bytes ---------------------------------------------------------------------------
+
+    def export_state(self, begin: int, end: int) -> State:
+        """See the protocol. Any range of a dense model; else all that is held, or nothing. A
+        range's bytes don't depend on what is held behind it.
+        """
+        self._check_usable()
+        if not 0 <= begin < end <= self._length:
+            raise InvalidRequest.of(
+                "range", f"{begin} to {end}", f"a part of 0 to {self._length}, which is held"
+            )
+        if not self._traits.dense and (begin, end) != (0, self._length):
+            kind = "a recurrent state" if self._traits.recurrent else "a sliding-window cache"
+            raise UnsupportedFeature(
+                f"{begin} to {end} can't be taken out of {self._length} tokens in {kind}: only the "
+                "whole can.",
+                metadata={"capability": "state.blocks", "held": self._length},
+            )
+        taken = self._taken(begin, end)
+        if taken is None:
+            raise UnsupportedFeature(
+                f"The engine gives no state of {begin} to {end} ({engine_log.words()}).",
+                metadata={"capability": "state.whole", "held": self._length},
+            )
+        return taken
+
+    def _taken(self, begin: int, end: int) -> State | None:
+        """The engine's own bytes of a range, through the scratch sequence; all of a memory that
+        isn't dense, which can't be shared for a while, from its own.
+        """
+        own = not self._traits.dense and begin == 0 and end == self._length
+        sequence = _OWN if own else _SCRATCH
+        if not own:
             llama.llama_memory_seq_cp(self._memory, _OWN, _SCRATCH, begin, end)
         try:
-            size = llama.llama_state_seq_get_size(self._handle, sequence)
-            if size > self._spare_bytes():
-                raise InsufficientMemory(
-                    f"Copying {end - begin} tokens takes a buffer of {size} bytes, for which there "
-                    "is no memory now: they are evaluated again instead.",
-                    metadata={"needed_bytes": size, "cause": "copy"},
-                )
-            state = np.empty(size, dtype=np.uint8)
-            got = llama.llama_state_seq_get_data(self._handle, _bytes_of(state), size, sequence)
-            return state if size and got == size else None
+            return take_state(self._handle, sequence, end - begin, self._spare_bytes)
         finally:
-            if not everything:
+            if not own:
                 llama.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
             self._prove_length()
 
-    def _append(self, state: _State, length: int) -> bool:
-        """Take a range that brings this context to ``length`` tokens. Setting replaces a
-        sequence, so what isn't the first comes in through the scratch sequence.
+    def import_state(self, state: State, end: int) -> bool:
+        """See the protocol. Setting replaces a sequence, so what isn't the first comes in through
+        the scratch sequence.
         """
-        sequence = _SCRATCH if self._length else _OWN
-        taken = llama.llama_state_seq_set_data(
-            self._handle, _bytes_of(state), state.nbytes, sequence
-        )
-        if taken != state.nbytes:
+        self._check_usable()
+        begin = self._length
+        if not begin < end <= self.window or (begin and not self._traits.dense):
             return False
-        if sequence == _SCRATCH:
+        sequence = _SCRATCH if begin else _OWN
+        if not put_state(self._handle, sequence, state) or not self._spans(sequence, begin, end):
+            llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+            self._prove_length()
+            return False
+        self._has_logits = False
+        if begin:
             llama.llama_memory_seq_cp(self._memory, _SCRATCH, _OWN, -1, -1)
             llama.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
-        self._length = length
-        held: int = llama.llama_memory_seq_pos_max(self._memory, _OWN) + 1
-        return held == length
+        self._length = end
+        self._prove_length()
+        return True
+
+    def _spans(self, sequence: int, begin: int, end: int) -> bool:
+        """Whether a sequence holds positions up to ``end``, from ``begin`` on where all stay."""
+        first = llama.llama_memory_seq_pos_min(self._memory, sequence)
+        last = llama.llama_memory_seq_pos_max(self._memory, sequence)
+        return last + 1 == end and (first == begin or not self._traits.dense)
 
     def try_surgery(self) -> tuple[bool, bool]:
         """Whether a middle range can be removed, and what follows moved up. Empties the context.
@@ -409,10 +450,6 @@ class LlamaContext:
         self._memory, self._logits_view, self._has_logits = None, None, False
         llama.llama_free(handle)
         self._on_close(self)
-
-
-def _bytes_of(state: _State) -> Any:
-    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
 def _never() -> bool:

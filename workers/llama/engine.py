@@ -27,8 +27,9 @@ from modeld.shared.errors import (
 from modeld.shared.gguf_header import GgufHeader, model_facts
 from modeld.shared.manifest import template_digest
 from modeld.shared.messages import Hello, LoadOp, LoadResult
+from modeld.workers import threads
 from modeld.workers.engine import Cancelled, ReportProgress
-from modeld.workers.llama import host, probe, reports, threads, validate
+from modeld.workers.llama import host, probe, reports, validate
 from modeld.workers.llama.context import LlamaContext, ModelTraits
 from modeld.workers.llama.devices import accelerators, engine_devices
 from modeld.workers.llama.native import build, engine_log, llama, start
@@ -137,15 +138,15 @@ class LlamaEngine:
         try:
             self._loaded = _Loaded(handle, header, facts, request, chosen, lines)
             _refuse_unless_it_generates(self._loaded)
-            capabilities = _probed(self, self._loaded)
-            return self._result(self._loaded, capabilities, time.monotonic() - began)
+            found = _probed(self, self._loaded)
+            return self._result(self._loaded, found, time.monotonic() - began)
         except BaseException:
             if self._loaded is None:
                 llama.llama_model_free(handle)
             self.unload()
             raise
 
-    def _result(self, loaded: _Loaded, capabilities: dict[str, str], seconds: float) -> LoadResult:
+    def _result(self, loaded: _Loaded, found: probe.Probed, seconds: float) -> LoadResult:
         description = ctypes.create_string_buffer(256)
         llama.llama_model_desc(loaded.handle, description, len(description))
         header, template = loaded.header, self.chat_template
@@ -160,7 +161,8 @@ class LlamaEngine:
             ),
             template_supports_tools=False,  # known only by rendering, which isn't done here
             threads=loaded.threads,
-            capabilities=capabilities,
+            capabilities=found.capabilities,
+            exact_state_types=list(found.exact_state_types),
             seconds=seconds,
             gpu_layers=loaded.gpu_layers,
             placed=loaded.placed,
@@ -311,9 +313,12 @@ def _engine_refusal(request: LoadOp) -> ModeldError:
     )
 
 
-def _probed(engine: LlamaEngine, loaded: _Loaded) -> dict[str, str]:
+def _probed(engine: LlamaEngine, loaded: _Loaded) -> probe.Probed:
+    kv_types = loaded.request.k_type, loaded.request.v_type
     try:
-        return probe.capabilities(engine.new_context, loaded.traits, loaded.tokenizer, loaded.facts)
+        return probe.probed(
+            engine.new_context, loaded.traits, loaded.tokenizer, loaded.facts, kv_types
+        )
     except SessionFatal as error:
         raise ModelLoadFailed(
             f"The model {loaded.request.model!r} loads but doesn't compute: {error.message}",

@@ -6,12 +6,16 @@ Nothing is inferred from a model's name. Knows no sessions; leaves no context be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from modeld.shared.capacity import ModelFacts
+from modeld.shared.errors import InsufficientMemory, InvalidRequest
+from modeld.workers import structured
 from modeld.workers.llama.context import LlamaContext, ModelTraits
 from modeld.workers.llama.tokenizer import LlamaTokenizer
 
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
     from modeld.workers.engine import Logits
 
 _WINDOW = 256  # tokens
-_HEAD, _ALL = 8, 12  # tokens evaluated first, and in all
+_CUT, _HEAD, _ALL = 3, 8, 12  # tokens of a first range, evaluated first, and in all
 # A probe costs some twenty tokens and the first touch of every weight; beyond this size that is
 # seconds, so it isn't tried while loading.
 MAX_PROBED_BYTES = 1024**3
@@ -27,7 +31,6 @@ MAX_PROBED_BYTES = 1024**3
 _LATER = "no: not served yet"
 _UNSERVED = (
     "cold_store",
-    "structured_output",
     "vision",
     "embed",
     "overflow.evict",
@@ -41,10 +44,22 @@ _UNSERVED = (
 MakeContext = Callable[[int, str, str], LlamaContext]
 
 
-def capabilities(
-    make: MakeContext, traits: ModelTraits, tokenizer: LlamaTokenizer, facts: ModelFacts
-) -> dict[str, str]:
-    """Name → ``"yes: evidence"``, ``"no: …"`` or ``"unknown: …"``.
+@dataclass(frozen=True)
+class Probed:
+    """``capabilities``: name → ``"yes: evidence"``, ``"no: …"`` or ``"unknown: …"``."""
+
+    capabilities: dict[str, str]
+    exact_state_types: tuple[str, ...]  # "K/V"
+
+
+def probed(
+    make: MakeContext,
+    traits: ModelTraits,
+    tokenizer: LlamaTokenizer,
+    facts: ModelFacts,
+    kv_types: tuple[str, str] = ("f16", "f16"),
+) -> Probed:
+    """What was tried at f16, and imported states at ``kv_types`` too, where the model takes them.
 
     Raises what making or using a context of this model raises: then it can't be served.
     """
@@ -52,6 +67,7 @@ def capabilities(
     found["recompute"] = "yes: any prefix is evaluated again from its tokens"
     found["decode.logprobs"] = "yes: the whole row of logits is read for every token"
     found["decode.logit_bias"] = found["decode.logprobs"]
+    found["structured_output"] = structured.capability()
     found["sparse_attention"] = (
         f"yes: a sliding window of {traits.window_tokens} tokens in some layers"
         if traits.window_tokens
@@ -61,38 +77,115 @@ def capabilities(
         untried = f"unknown: not tried while loading {facts.weights_bytes} bytes of weights"
         for name in ("tail_removal", "prefix_copy", "exact_warm", "middle_removal"):
             found[name] = untried
-        found["position_shift"] = untried
-        return found
+        for name in ("position_shift", "state.blocks", "state.whole"):
+            found[name] = untried
+        return Probed(found, ())
+    exact = []
+    with _two_contexts(make, facts, "f16", "f16") as (first, second):
+        moved = _moved(first, second, traits, tokenizer)
+        if moved.exact:
+            exact.append("f16/f16")
+        found |= _tried(first, second, traits, tokenizer)
+    if kv_types != ("f16", "f16") and moved.exact:
+        # Types that this model can't have now are refused when a session is opened with them.
+        with (
+            contextlib.suppress(InvalidRequest, InsufficientMemory),
+            _two_contexts(make, facts, *kv_types) as (first, second),
+        ):
+            if _moved(first, second, traits, tokenizer).exact:
+                exact.append("/".join(kv_types))
+    found |= _state_answers(moved, traits, exact)
+    return Probed(found, tuple(exact))
+
+
+@contextlib.contextmanager
+def _two_contexts(
+    make: MakeContext, facts: ModelFacts, k_type: str, v_type: str
+) -> Iterator[tuple[LlamaContext, LlamaContext]]:
     with contextlib.ExitStack() as stack:
+        first, second = (
+            stack.enter_context(
+                contextlib.closing(make(min(_WINDOW, facts.model_max or _WINDOW), k_type, v_type))
+            )
+            for _ in range(2)
+        )
+        yield first, second
 
-        def new() -> LlamaContext:
-            context = make(min(_WINDOW, facts.model_max or _WINDOW), "f16", "f16")
-            stack.callback(context.close)
-            return context
 
-        found |= _tried(new, traits, tokenizer)
-    return found
+@dataclass(frozen=True)
+class _Moved:
+    """What became of a state that went out of one context and into another."""
+
+    taken: bool
+    same: bool  # the continuation, bit for bit
+    exact: bool  # … and it says so for any state
+
+
+def _moved(
+    first: LlamaContext, second: LlamaContext, traits: ModelTraits, tokenizer: LlamaTokenizer
+) -> _Moved:
+    """Both contexts are empty, and are again afterwards."""
+    tokens = _tokens(tokenizer)
+    ends = (_CUT, _HEAD) if traits.dense else (_HEAD,)
+    first.evaluate(tokens[:_HEAD], 0, cancelled=_never)
+    parts = [first.export_state(begin, end) for begin, end in pairwise((0, *ends))]
+    reference = _continued(first, tokens)
+    taken = all(second.import_state(part, end) for part, end in zip(parts, ends, strict=True))
+    same = False
+    if taken:
+        again = second.export_state(*((_CUT, _HEAD) if traits.dense else (0, _HEAD)))
+        same = bool(np.array_equal(again, parts[-1]))
+        same = same and bool(np.array_equal(_continued(second, tokens), reference))
+    if same and traits.dense:  # a range that went, and came back
+        first.trim(_CUT)
+        same = first.import_state(parts[-1], _HEAD)
+        same = same and bool(np.array_equal(_continued(first, tokens), reference))
+    first.trim(0)
+    second.trim(0)
+    return _Moved(taken, same, same and not traits.window_tokens)
+
+
+def _state_answers(moved: _Moved, traits: ModelTraits, exact: list[str]) -> dict[str, str]:
+    if not moved.taken:
+        no = "no: the engine did not take its own state back"
+        return {"state.whole": no, "state.blocks": no}
+    seen = f"went out and into a second context at load, {_equal(moved.same)}"
+    if exact:
+        seen += f" at K/V {' and '.join(exact)}"
+    if traits.dense:
+        found = f"yes: ranges {seen}"
+        return {"state.whole": found, "state.blocks": found}
+    whole = f"yes: a whole state {seen}"
+    if traits.recurrent:
+        return {"state.whole": whole, "state.blocks": "no: a recurrent state has no ranges"}
+    return {
+        "state.whole": f"{whole}; up to rounding once the window has moved on",
+        "state.blocks": "no: of a sliding-window cache only the whole goes out",
+    }
+
+
+def _tokens(tokenizer: LlamaTokenizer) -> list[int]:
+    return [(7 * step + 11) % tokenizer.vocab_size for step in range(_ALL)]
+
+
+def _continued(context: LlamaContext, tokens: list[int]) -> Logits:
+    """Behind the head, by the tail."""
+    context.evaluate(tokens[_HEAD:], _HEAD, cancelled=_never)
+    return context.logits().copy()
 
 
 def _tried(
-    new: Callable[[], LlamaContext], traits: ModelTraits, tokenizer: LlamaTokenizer
+    first: LlamaContext, second: LlamaContext, traits: ModelTraits, tokenizer: LlamaTokenizer
 ) -> dict[str, str]:
-    tokens = [(7 * step + 11) % tokenizer.vocab_size for step in range(_ALL)]
-    head, tail = tokens[:_HEAD], tokens[_HEAD:]
-
-    def continued(context: LlamaContext) -> Logits:
-        context.evaluate(tail, _HEAD, cancelled=_never)
-        return context.logits().copy()
-
-    first, second = new(), new()
-    first.evaluate(head, 0, cancelled=_never)
+    tokens = _tokens(tokenizer)
+    first.evaluate(tokens[:_HEAD], 0, cancelled=_never)
     copied = second.copy_prefix_from(first, _HEAD)
-    reference = continued(first)
+    reference = _continued(first, tokens)
     found: dict[str, str] = {}
     how = f"the continuation of {_HEAD} tokens by {_ALL - _HEAD}"
     if first.can_trim(_HEAD):
         first.trim(_HEAD)
-        same = bool(np.array_equal(continued(first), reference))
+        same = bool(np.array_equal(_continued(first, tokens), reference))
         first.trim(_ALL - 1)
         first.evaluate(tokens[-1:], _ALL - 1, cancelled=_never)
         same_alone = bool(np.array_equal(first.logits(), reference))
@@ -106,7 +199,7 @@ def _tried(
         same = same_alone = False
         found["tail_removal"] = "no: a recurrent state can't go back; only whole prefixes are kept"
     if copied:
-        same_copy = bool(np.array_equal(continued(second), reference))
+        same_copy = bool(np.array_equal(_continued(second, tokens), reference))
         found["prefix_copy"] = f"yes: copied to a second context at load, {_equal(same_copy)}"
     else:
         same_copy = True

@@ -155,8 +155,8 @@ class OpenVinoEngine:
             tokenizer = OpenVinoTokenizer(folder, core(), paged.compiled.vocabulary)
             self._loaded = _Loaded(request, facts, texts, tokenizer, paged, chosen)
             step(0.8)
-            capabilities = self._probed(self._loaded)
-            return self._result(self._loaded, capabilities, time.monotonic() - began)
+            probed = self._probed(self._loaded)
+            return self._result(self._loaded, probed, time.monotonic() - began)
         except ModeldError:
             self.unload()
             raise
@@ -206,16 +206,16 @@ class OpenVinoEngine:
         pool = BlockPool(compiled.ports, max(1, host_memory().total_bytes // block))
         return PagedModel(compiled, pool, min(request.n_ubatch, CHUNK_TOKENS), applied)
 
-    def _probed(self, loaded: _Loaded) -> dict[str, str]:
+    def _probed(self, loaded: _Loaded) -> probe.Probed:
         try:
-            return probe.capabilities(loaded.paged, loaded.tokenizer.vocab_size)
+            return probe.probed(loaded.paged, loaded.tokenizer.vocab_size)
         except SessionFatal as error:
             raise ModelLoadFailed(
                 f"The model {loaded.request.model!r} loads but doesn't compute: {error.message}",
                 metadata={"cause": "probe", "model": loaded.request.model},
             ) from None
 
-    def _result(self, loaded: _Loaded, capabilities: dict[str, str], seconds: float) -> LoadResult:
+    def _result(self, loaded: _Loaded, probed: probe.Probed, seconds: float) -> LoadResult:
         facts, compiled = loaded.facts, loaded.paged.compiled
         return LoadResult(
             description=f"{facts.architecture or 'unknown'} IR {facts.quantization}".strip(),
@@ -226,12 +226,15 @@ class OpenVinoEngine:
             template_digest=loaded.texts.digest,
             template_supports_tools=False,  # known only by rendering, which isn't done here
             threads=loaded.threads,
-            capabilities=capabilities,
+            capabilities=probed.capabilities,
             seconds=seconds,
             placed=[PlacedOut(device="CPU", weights_bytes=facts.weights_bytes)],
             traits={"layers": compiled.layers, "vocabulary": compiled.vocabulary},
             executor="paged",
-            executor_reason=capabilities["executor"],
+            executor_reason=probed.capabilities["executor"].partition(": ")[2],
+            exact_state_types=(
+                [f"{compiled.k_type}/{compiled.v_type}"] if probed.exact_state else []
+            ),
             longest_gap_s=GAPS_S,
         )
 

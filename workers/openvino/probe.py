@@ -6,6 +6,7 @@ Nothing is inferred from a model's name. Leaves no context behind.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,11 +33,16 @@ _UNSERVED = (
 )
 
 
-def capabilities(model: PagedModel, vocabulary: int) -> dict[str, str]:
-    """Name → ``"yes: evidence"``, ``"no: …"`` or ``"unknown: …"``.
+@dataclass(frozen=True)
+class Probed:
+    """``capabilities``: name → ``"yes: evidence"``, ``"no: …"`` or ``"unknown: …"``."""
 
-    Raises what making or using a context of this model raises: then it can't be served.
-    """
+    capabilities: dict[str, str]
+    exact_state: bool  # what goes on from KV that went out and came back is bit-equal
+
+
+def probed(model: PagedModel, vocabulary: int) -> Probed:
+    """Raises what making or using a context of this model raises: then it can't be served."""
     found = dict.fromkeys(_UNSERVED, _LATER)
     found["recompute"] = "yes: any prefix is evaluated again from its tokens"
     found["decode.logprobs"] = "yes: the whole row of logits is read for every token"
@@ -55,15 +61,16 @@ def capabilities(model: PagedModel, vocabulary: int) -> dict[str, str]:
             stack.callback(context.close)
             return context
 
-        found |= _tried(new(), new(), model, vocabulary)
+        tried, exact_state = _tried(new(), new(), model, vocabulary)
+        found |= tried
         found["adapters"] = _adapters(new(), model, vocabulary)
     _warm_up(model, vocabulary)
-    return found
+    return Probed(found, exact_state)
 
 
 def _tried(
     first: PagedContext, second: PagedContext, model: PagedModel, vocabulary: int
-) -> dict[str, str]:
+) -> tuple[dict[str, str], bool]:
     tokens = [(7 * step + 11) % vocabulary for step in range(_ALL)]
     head, tail = tokens[:_HEAD], tokens[_HEAD:]
 
@@ -115,7 +122,7 @@ def _tried(
         )
     else:
         found["exact_warm"] = "no: a continuation differs after removal, sharing or another split"
-    return found
+    return found, same_bytes and same_back
 
 
 def _adapters(context: PagedContext, model: PagedModel, vocabulary: int) -> str:

@@ -32,7 +32,8 @@ in the unsigned forms); float64 for non-integers; str for text; no bin, no ext.
 `hash` is the lower-case hex SHA-256 of: the UTF-8 text, for a raw segment; the canonical
 encoding of {"content": [PART...], "name": str, "role": str, "tool_call_id": str,
 "tool_calls": [{"arguments": str, "id": str, "name": str}...]} with
-PART = {"image": str, "text": str} (image: SHA-256 hex of its bytes, or ""), for a message; the
+PART = {"image": str, "text": str} (image: SHA-256 hex of its bytes, or ""; text "" beside an
+image; mime_type isn't covered), for a message; the
 UTF-8 bytes of "generated_turn:" followed by the id, for a generated turn.
 
 Test vector: identity backend "llama", backend_version "1", model_digest "aa", no adapters,
@@ -41,6 +42,8 @@ prompt_format "raw", prompt_template_digest "", add_bos false, kv_digest "bb", r
 "task_pinned", invalidation ""; no tools:
   segment hash    2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824
   manifest_digest f7a955e118eef73484490928018e5a7356872378edfcd5c02e63458e5aa6df14
+and a message of role "user", with an image of the four bytes 89 50 4e 47 before the text "what?":
+  segment hash    c069b0f334bb7648a8b4a4d6f9c115e686ec9797970b57a4f7c236bce4cc44df
 """
 
 from collections import abc as _abc

@@ -25,35 +25,35 @@ _sym_db = _symbol_database.Default()
 from modeld.v1 import common_pb2 as modeld_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16modeld/v1/daemon.proto\x12\tmodeld.v1\x1a\x16modeld/v1/common.proto\"\x0f\n\rStatusRequest\"\xa9\x01\n\x0cWorkerStatus\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x11\n\trss_bytes\x18\x04 \x01(\x03\x12\x10\n\x08restarts\x18\x05 \x01(\x05\x12\x1a\n\x12restart_in_seconds\x18\x06 \x01(\x01\x12\x12\n\nlast_death\x18\x07 \x01(\t\x12\x17\n\x0f\x62\x61\x63kend_version\x18\x08 \x01(\t\"\x9f\x03\n\nSlotStatus\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12#\n\x05state\x18\x02 \x01(\x0e\x32\x14.modeld.v1.SlotState\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x10\n\x08sessions\x18\x06 \x01(\x05\x12\x0e\n\x06queued\x18\x07 \x01(\x05\x12\x18\n\x10holder_operation\x18\x08 \x01(\t\x12\x1a\n\x12holder_age_seconds\x18\t \x01(\x01\x12*\n\x07\x63ontext\x18\n \x01(\x0b\x32\x19.modeld.v1.ContextNumbers\x12\x12\n\nlast_fatal\x18\x0b \x01(\t\x12\x1f\n\x17idle_release_in_seconds\x18\x0c \x01(\x01\x12\x19\n\x11reclaimable_bytes\x18\r \x01(\x03\x12\'\n\x06worker\x18\x0e \x01(\x0b\x32\x17.modeld.v1.WorkerStatus\x12%\n\x08identity\x18\x0f \x01(\x0b\x32\x13.modeld.v1.Identity\"\xa8\x03\n\x0eStatusResponse\x12\x19\n\x11owner_instance_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x18\n\x10protocol_version\x18\x03 \x01(\x05\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12\x11\n\tdata_root\x18\x06 \x01(\t\x12\x11\n\tendpoints\x18\x07 \x03(\t\x12$\n\x05slots\x18\x08 \x03(\x0b\x32\x15.modeld.v1.SlotStatus\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x1a\n\x12memory_total_bytes\x18\n \x01(\x03\x12\x1e\n\x16memory_available_bytes\x18\x0b \x01(\x03\x12\x1c\n\x14supervisor_rss_bytes\x18\x0c \x01(\x03\x12\x0b\n\x03pid\x18\r \x01(\x03\x12\x1a\n\x12quarantined_models\x18\x0e \x03(\t\x12\x1e\n\x16supervisor_cpu_seconds\x18\x0f \x01(\x01\x12#\n\x07machine\x18\x10 \x01(\x0b\x32\x12.modeld.v1.Machine\"\x14\n\x12WatchEventsRequest\"\x9e\x01\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07unix_ms\x18\x02 \x01(\x03\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x12\x12\n\nsession_id\x18\x08 \x01(\t\x12\r\n\x05\x63\x61use\x18\t \x01(\t\"%\n\x0c\x44rainRequest\x12\x15\n\rgrace_seconds\x18\x01 \x01(\x01\"0\n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\x05\x12\x0e\n\x06queued\x18\x02 \x01(\x05\"\'\n\x16\x43learQuarantineRequest\x12\r\n\x05model\x18\x01 \x01(\t\"2\n\x17\x43learQuarantineResponse\x12\x17\n\x0fwas_quarantined\x18\x01 \x01(\x08*\xf3\x01\n\tSlotState\x12\x1a\n\x16SLOT_STATE_UNSPECIFIED\x10\x00\x12\x0e\n\nSLOT_EMPTY\x10\x01\x12\x10\n\x0cSLOT_LOADING\x10\x02\x12\x0e\n\nSLOT_READY\x10\x03\x12\r\n\tSLOT_BUSY\x10\x04\x12\x12\n\x0eSLOT_SWITCHING\x10\x05\x12\x12\n\x0eSLOT_UNLOADING\x10\x06\x12\r\n\tSLOT_IDLE\x10\x07\x12\x0f\n\x0bSLOT_FAILED\x10\x08\x12\x14\n\x10SLOT_QUARANTINED\x10\t\x12\x16\n\x12SLOT_SHUTTING_DOWN\x10\n\x12\x13\n\x0fSLOT_LOST_OWNER\x10\x0b\x32\xa6\x02\n\rDaemonService\x12=\n\x06Status\x12\x18.modeld.v1.StatusRequest\x1a\x19.modeld.v1.StatusResponse\x12@\n\x0bWatchEvents\x12\x1d.modeld.v1.WatchEventsRequest\x1a\x10.modeld.v1.Event0\x01\x12:\n\x05\x44rain\x12\x17.modeld.v1.DrainRequest\x1a\x18.modeld.v1.DrainResponse\x12X\n\x0f\x43learQuarantine\x12!.modeld.v1.ClearQuarantineRequest\x1a\".modeld.v1.ClearQuarantineResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16modeld/v1/daemon.proto\x12\tmodeld.v1\x1a\x16modeld/v1/common.proto\"\x0f\n\rStatusRequest\"\xa9\x01\n\x0cWorkerStatus\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x11\n\trss_bytes\x18\x04 \x01(\x03\x12\x10\n\x08restarts\x18\x05 \x01(\x05\x12\x1a\n\x12restart_in_seconds\x18\x06 \x01(\x01\x12\x12\n\nlast_death\x18\x07 \x01(\t\x12\x17\n\x0f\x62\x61\x63kend_version\x18\x08 \x01(\t\"\xca\x03\n\nSlotStatus\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12#\n\x05state\x18\x02 \x01(\x0e\x32\x14.modeld.v1.SlotState\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x10\n\x08sessions\x18\x06 \x01(\x05\x12\x0e\n\x06queued\x18\x07 \x01(\x05\x12\x18\n\x10holder_operation\x18\x08 \x01(\t\x12\x1a\n\x12holder_age_seconds\x18\t \x01(\x01\x12*\n\x07\x63ontext\x18\n \x01(\x0b\x32\x19.modeld.v1.ContextNumbers\x12\x12\n\nlast_fatal\x18\x0b \x01(\t\x12\x1f\n\x17idle_release_in_seconds\x18\x0c \x01(\x01\x12\x19\n\x11reclaimable_bytes\x18\r \x01(\x03\x12\'\n\x06worker\x18\x0e \x01(\x0b\x32\x17.modeld.v1.WorkerStatus\x12%\n\x08identity\x18\x0f \x01(\x0b\x32\x13.modeld.v1.Identity\x12\x10\n\x08\x65xecutor\x18\x10 \x01(\t\x12\x17\n\x0f\x65xecutor_reason\x18\x11 \x01(\t\"\xa8\x03\n\x0eStatusResponse\x12\x19\n\x11owner_instance_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x18\n\x10protocol_version\x18\x03 \x01(\x05\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12\x11\n\tdata_root\x18\x06 \x01(\t\x12\x11\n\tendpoints\x18\x07 \x03(\t\x12$\n\x05slots\x18\x08 \x03(\x0b\x32\x15.modeld.v1.SlotStatus\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x1a\n\x12memory_total_bytes\x18\n \x01(\x03\x12\x1e\n\x16memory_available_bytes\x18\x0b \x01(\x03\x12\x1c\n\x14supervisor_rss_bytes\x18\x0c \x01(\x03\x12\x0b\n\x03pid\x18\r \x01(\x03\x12\x1a\n\x12quarantined_models\x18\x0e \x03(\t\x12\x1e\n\x16supervisor_cpu_seconds\x18\x0f \x01(\x01\x12#\n\x07machine\x18\x10 \x01(\x0b\x32\x12.modeld.v1.Machine\"\x14\n\x12WatchEventsRequest\"\x9e\x01\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07unix_ms\x18\x02 \x01(\x03\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x12\x12\n\nsession_id\x18\x08 \x01(\t\x12\r\n\x05\x63\x61use\x18\t \x01(\t\"%\n\x0c\x44rainRequest\x12\x15\n\rgrace_seconds\x18\x01 \x01(\x01\"0\n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\x05\x12\x0e\n\x06queued\x18\x02 \x01(\x05\"\'\n\x16\x43learQuarantineRequest\x12\r\n\x05model\x18\x01 \x01(\t\"2\n\x17\x43learQuarantineResponse\x12\x17\n\x0fwas_quarantined\x18\x01 \x01(\x08*\xf3\x01\n\tSlotState\x12\x1a\n\x16SLOT_STATE_UNSPECIFIED\x10\x00\x12\x0e\n\nSLOT_EMPTY\x10\x01\x12\x10\n\x0cSLOT_LOADING\x10\x02\x12\x0e\n\nSLOT_READY\x10\x03\x12\r\n\tSLOT_BUSY\x10\x04\x12\x12\n\x0eSLOT_SWITCHING\x10\x05\x12\x12\n\x0eSLOT_UNLOADING\x10\x06\x12\r\n\tSLOT_IDLE\x10\x07\x12\x0f\n\x0bSLOT_FAILED\x10\x08\x12\x14\n\x10SLOT_QUARANTINED\x10\t\x12\x16\n\x12SLOT_SHUTTING_DOWN\x10\n\x12\x13\n\x0fSLOT_LOST_OWNER\x10\x0b\x32\xa6\x02\n\rDaemonService\x12=\n\x06Status\x12\x18.modeld.v1.StatusRequest\x1a\x19.modeld.v1.StatusResponse\x12@\n\x0bWatchEvents\x12\x1d.modeld.v1.WatchEventsRequest\x1a\x10.modeld.v1.Event0\x01\x12:\n\x05\x44rain\x12\x17.modeld.v1.DrainRequest\x1a\x18.modeld.v1.DrainResponse\x12X\n\x0f\x43learQuarantine\x12!.modeld.v1.ClearQuarantineRequest\x1a\".modeld.v1.ClearQuarantineResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'modeld.v1.daemon_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SLOTSTATE']._serialized_start=1461
-  _globals['_SLOTSTATE']._serialized_end=1704
+  _globals['_SLOTSTATE']._serialized_start=1504
+  _globals['_SLOTSTATE']._serialized_end=1747
   _globals['_STATUSREQUEST']._serialized_start=61
   _globals['_STATUSREQUEST']._serialized_end=76
   _globals['_WORKERSTATUS']._serialized_start=79
   _globals['_WORKERSTATUS']._serialized_end=248
   _globals['_SLOTSTATUS']._serialized_start=251
-  _globals['_SLOTSTATUS']._serialized_end=666
-  _globals['_STATUSRESPONSE']._serialized_start=669
-  _globals['_STATUSRESPONSE']._serialized_end=1093
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=1095
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=1115
-  _globals['_EVENT']._serialized_start=1118
-  _globals['_EVENT']._serialized_end=1276
-  _globals['_DRAINREQUEST']._serialized_start=1278
-  _globals['_DRAINREQUEST']._serialized_end=1315
-  _globals['_DRAINRESPONSE']._serialized_start=1317
-  _globals['_DRAINRESPONSE']._serialized_end=1365
-  _globals['_CLEARQUARANTINEREQUEST']._serialized_start=1367
-  _globals['_CLEARQUARANTINEREQUEST']._serialized_end=1406
-  _globals['_CLEARQUARANTINERESPONSE']._serialized_start=1408
-  _globals['_CLEARQUARANTINERESPONSE']._serialized_end=1458
-  _globals['_DAEMONSERVICE']._serialized_start=1707
-  _globals['_DAEMONSERVICE']._serialized_end=2001
+  _globals['_SLOTSTATUS']._serialized_end=709
+  _globals['_STATUSRESPONSE']._serialized_start=712
+  _globals['_STATUSRESPONSE']._serialized_end=1136
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=1138
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=1158
+  _globals['_EVENT']._serialized_start=1161
+  _globals['_EVENT']._serialized_end=1319
+  _globals['_DRAINREQUEST']._serialized_start=1321
+  _globals['_DRAINREQUEST']._serialized_end=1358
+  _globals['_DRAINRESPONSE']._serialized_start=1360
+  _globals['_DRAINRESPONSE']._serialized_end=1408
+  _globals['_CLEARQUARANTINEREQUEST']._serialized_start=1410
+  _globals['_CLEARQUARANTINEREQUEST']._serialized_end=1449
+  _globals['_CLEARQUARANTINERESPONSE']._serialized_start=1451
+  _globals['_CLEARQUARANTINERESPONSE']._serialized_end=1501
+  _globals['_DAEMONSERVICE']._serialized_start=1750
+  _globals['_DAEMONSERVICE']._serialized_end=2044
 # @@protoc_insertion_point(module_scope)

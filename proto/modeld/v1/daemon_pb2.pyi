@@ -60,7 +60,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, backend: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., restarts: _Optional[int] = ..., restart_in_seconds: _Optional[float] = ..., last_death: _Optional[str] = ..., backend_version: _Optional[str] = ...) -> None: ...
 
 class SlotStatus(_message.Message):
-    __slots__ = ("backend", "state", "model", "model_digest", "generation", "sessions", "queued", "holder_operation", "holder_age_seconds", "context", "last_fatal", "idle_release_in_seconds", "reclaimable_bytes", "worker", "identity")
+    __slots__ = ("backend", "state", "model", "model_digest", "generation", "sessions", "queued", "holder_operation", "holder_age_seconds", "context", "last_fatal", "idle_release_in_seconds", "reclaimable_bytes", "worker", "identity", "executor", "executor_reason")
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,8 @@ class SlotStatus(_message.Message):
     RECLAIMABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_REASON_FIELD_NUMBER: _ClassVar[int]
     backend: str
     state: SlotState
     model: str
@@ -91,7 +93,9 @@ class SlotStatus(_message.Message):
     reclaimable_bytes: int
     worker: WorkerStatus
     identity: _common_pb2.Identity
-    def __init__(self, backend: _Optional[str] = ..., state: _Optional[_Union[SlotState, str]] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., generation: _Optional[int] = ..., sessions: _Optional[int] = ..., queued: _Optional[int] = ..., holder_operation: _Optional[str] = ..., holder_age_seconds: _Optional[float] = ..., context: _Optional[_Union[_common_pb2.ContextNumbers, _Mapping]] = ..., last_fatal: _Optional[str] = ..., idle_release_in_seconds: _Optional[float] = ..., reclaimable_bytes: _Optional[int] = ..., worker: _Optional[_Union[WorkerStatus, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ...) -> None: ...
+    executor: str
+    executor_reason: str
+    def __init__(self, backend: _Optional[str] = ..., state: _Optional[_Union[SlotState, str]] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., generation: _Optional[int] = ..., sessions: _Optional[int] = ..., queued: _Optional[int] = ..., holder_operation: _Optional[str] = ..., holder_age_seconds: _Optional[float] = ..., context: _Optional[_Union[_common_pb2.ContextNumbers, _Mapping]] = ..., last_fatal: _Optional[str] = ..., idle_release_in_seconds: _Optional[float] = ..., reclaimable_bytes: _Optional[int] = ..., worker: _Optional[_Union[WorkerStatus, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., executor: _Optional[str] = ..., executor_reason: _Optional[str] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("owner_instance_id", "version", "protocol_version", "generation", "uptime_seconds", "data_root", "endpoints", "slots", "draining", "memory_total_bytes", "memory_available_bytes", "supervisor_rss_bytes", "pid", "quarantined_models", "supervisor_cpu_seconds", "machine")

@@ -26,7 +26,7 @@ from modeld.v1 import common_pb2 as modeld_dot_v1_dot_common__pb2
 from modeld.v1 import session_pb2 as modeld_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15modeld/v1/model.proto\x12\tmodeld.v1\x1a\x16modeld/v1/common.proto\x1a\x17modeld/v1/session.proto\"\xcb\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x14\n\x0c\x61rchitecture\x18\x05 \x01(\t\x12\x14\n\x0cquantization\x18\x06 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x07 \x01(\x03\x12\x10\n\x08resident\x18\x08 \x01(\x08\x12\x18\n\x10imported_unix_ms\x18\t \x01(\x03\x12\x0e\n\x06linked\x18\n \x01(\x08\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.modeld.v1.ModelInfo\"F\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\x0f\n\x07no_wait\x18\x03 \x01(\x08\"y\n\x11LoadModelResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12%\n\x08identity\x18\x02 \x01(\x0b\x32\x13.modeld.v1.Identity\x12\x18\n\x10\x61lready_resident\x18\x03 \x01(\x08\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xa0\x01\n\x0eLoadModelEvent\x12(\n\x06queued\x18\x01 \x01(\x0b\x32\x16.modeld.v1.QueueStatusH\x00\x12+\n\x08progress\x18\x02 \x01(\x0b\x32\x17.modeld.v1.LoadProgressH\x00\x12.\n\x06loaded\x18\x03 \x01(\x0b\x32\x1c.modeld.v1.LoadModelResponseH\x00\x42\x07\n\x05\x65vent\"e\n\x12SwitchModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\x1b\n\x13\x65xpected_generation\x18\x03 \x01(\x04\x12\x0f\n\x07no_wait\x18\x04 \x01(\x08\"C\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07no_wait\x18\x02 \x01(\x08\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"X\n\x13UnloadModelResponse\x12\x14\n\x0cwas_resident\x18\x01 \x01(\x08\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x17\n\x0fsessions_closed\x18\x03 \x01(\x05\"v\n\x12ImportModelRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04type\x18\x03 \x01(\t\x12\x0c\n\x04\x63opy\x18\x04 \x01(\x08\x12\x0f\n\x07replace\x18\x05 \x01(\x08\x12\x17\n\x0f\x65xpected_digest\x18\x06 \x01(\t\"H\n\x0eImportProgress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x12\n\ndone_bytes\x18\x02 \x01(\x03\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x03\"t\n\x10ImportModelEvent\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x19.modeld.v1.ImportProgressH\x00\x12(\n\x08imported\x18\x02 \x01(\x0b\x32\x14.modeld.v1.ModelInfoH\x00\x42\x07\n\x05\x65vent\"o\n\x0ePushModelChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06offset\x18\x05 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\"\"\n\x12RemoveModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"*\n\x13RemoveModelResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"\x12\n\x10\x44iskStatsRequest\"~\n\x11\x44iskStatsResponse\x12\x11\n\tdata_root\x18\x01 \x01(\t\x12\x14\n\x0cmodels_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fsnapshots_bytes\x18\x03 \x01(\x03\x12\x12\n\nfree_bytes\x18\x04 \x01(\x03\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x03\x32\xdc\x04\n\x0cModelService\x12I\n\nListModels\x12\x1c.modeld.v1.ListModelsRequest\x1a\x1d.modeld.v1.ListModelsResponse\x12\x45\n\tLoadModel\x12\x1b.modeld.v1.LoadModelRequest\x1a\x19.modeld.v1.LoadModelEvent0\x01\x12I\n\x0bSwitchModel\x12\x1d.modeld.v1.SwitchModelRequest\x1a\x19.modeld.v1.LoadModelEvent0\x01\x12L\n\x0bUnloadModel\x12\x1d.modeld.v1.UnloadModelRequest\x1a\x1e.modeld.v1.UnloadModelResponse\x12K\n\x0bImportModel\x12\x1d.modeld.v1.ImportModelRequest\x1a\x1b.modeld.v1.ImportModelEvent0\x01\x12>\n\tPushModel\x12\x19.modeld.v1.PushModelChunk\x1a\x14.modeld.v1.ModelInfo(\x01\x12L\n\x0bRemoveModel\x12\x1d.modeld.v1.RemoveModelRequest\x1a\x1e.modeld.v1.RemoveModelResponse\x12\x46\n\tDiskStats\x12\x1b.modeld.v1.DiskStatsRequest\x1a\x1c.modeld.v1.DiskStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15modeld/v1/model.proto\x12\tmodeld.v1\x1a\x16modeld/v1/common.proto\x1a\x17modeld/v1/session.proto\"\xdd\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x14\n\x0c\x61rchitecture\x18\x05 \x01(\t\x12\x14\n\x0cquantization\x18\x06 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x07 \x01(\x03\x12\x10\n\x08resident\x18\x08 \x01(\x08\x12\x18\n\x10imported_unix_ms\x18\t \x01(\x03\x12\x0e\n\x06linked\x18\n \x01(\x08\x12\x10\n\x08\x65xecutor\x18\x0b \x01(\t\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.modeld.v1.ModelInfo\"F\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\x0f\n\x07no_wait\x18\x03 \x01(\x08\"y\n\x11LoadModelResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12%\n\x08identity\x18\x02 \x01(\x0b\x32\x13.modeld.v1.Identity\x12\x18\n\x10\x61lready_resident\x18\x03 \x01(\x08\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xa0\x01\n\x0eLoadModelEvent\x12(\n\x06queued\x18\x01 \x01(\x0b\x32\x16.modeld.v1.QueueStatusH\x00\x12+\n\x08progress\x18\x02 \x01(\x0b\x32\x17.modeld.v1.LoadProgressH\x00\x12.\n\x06loaded\x18\x03 \x01(\x0b\x32\x1c.modeld.v1.LoadModelResponseH\x00\x42\x07\n\x05\x65vent\"e\n\x12SwitchModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\x1b\n\x13\x65xpected_generation\x18\x03 \x01(\x04\x12\x0f\n\x07no_wait\x18\x04 \x01(\x08\"C\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07no_wait\x18\x02 \x01(\x08\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"X\n\x13UnloadModelResponse\x12\x14\n\x0cwas_resident\x18\x01 \x01(\x08\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x17\n\x0fsessions_closed\x18\x03 \x01(\x05\"v\n\x12ImportModelRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04type\x18\x03 \x01(\t\x12\x0c\n\x04\x63opy\x18\x04 \x01(\x08\x12\x0f\n\x07replace\x18\x05 \x01(\x08\x12\x17\n\x0f\x65xpected_digest\x18\x06 \x01(\t\"H\n\x0eImportProgress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x12\n\ndone_bytes\x18\x02 \x01(\x03\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x03\"t\n\x10ImportModelEvent\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x19.modeld.v1.ImportProgressH\x00\x12(\n\x08imported\x18\x02 \x01(\x0b\x32\x14.modeld.v1.ModelInfoH\x00\x42\x07\n\x05\x65vent\"o\n\x0ePushModelChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06offset\x18\x05 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\"\"\n\x12RemoveModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"*\n\x13RemoveModelResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"\x12\n\x10\x44iskStatsRequest\"~\n\x11\x44iskStatsResponse\x12\x11\n\tdata_root\x18\x01 \x01(\t\x12\x14\n\x0cmodels_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fsnapshots_bytes\x18\x03 \x01(\x03\x12\x12\n\nfree_bytes\x18\x04 \x01(\x03\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x03\x32\xdc\x04\n\x0cModelService\x12I\n\nListModels\x12\x1c.modeld.v1.ListModelsRequest\x1a\x1d.modeld.v1.ListModelsResponse\x12\x45\n\tLoadModel\x12\x1b.modeld.v1.LoadModelRequest\x1a\x19.modeld.v1.LoadModelEvent0\x01\x12I\n\x0bSwitchModel\x12\x1d.modeld.v1.SwitchModelRequest\x1a\x19.modeld.v1.LoadModelEvent0\x01\x12L\n\x0bUnloadModel\x12\x1d.modeld.v1.UnloadModelRequest\x1a\x1e.modeld.v1.UnloadModelResponse\x12K\n\x0bImportModel\x12\x1d.modeld.v1.ImportModelRequest\x1a\x1b.modeld.v1.ImportModelEvent0\x01\x12>\n\tPushModel\x12\x19.modeld.v1.PushModelChunk\x1a\x14.modeld.v1.ModelInfo(\x01\x12L\n\x0bRemoveModel\x12\x1d.modeld.v1.RemoveModelRequest\x1a\x1e.modeld.v1.RemoveModelResponse\x12\x46\n\tDiskStats\x12\x1b.modeld.v1.DiskStatsRequest\x1a\x1c.modeld.v1.DiskStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,39 +34,39 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'modeld.v1.model_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MODELINFO']._serialized_start=86
-  _globals['_MODELINFO']._serialized_end=289
-  _globals['_LISTMODELSREQUEST']._serialized_start=291
-  _globals['_LISTMODELSREQUEST']._serialized_end=310
-  _globals['_LISTMODELSRESPONSE']._serialized_start=312
-  _globals['_LISTMODELSRESPONSE']._serialized_end=370
-  _globals['_LOADMODELREQUEST']._serialized_start=372
-  _globals['_LOADMODELREQUEST']._serialized_end=442
-  _globals['_LOADMODELRESPONSE']._serialized_start=444
-  _globals['_LOADMODELRESPONSE']._serialized_end=565
-  _globals['_LOADMODELEVENT']._serialized_start=568
-  _globals['_LOADMODELEVENT']._serialized_end=728
-  _globals['_SWITCHMODELREQUEST']._serialized_start=730
-  _globals['_SWITCHMODELREQUEST']._serialized_end=831
-  _globals['_UNLOADMODELREQUEST']._serialized_start=833
-  _globals['_UNLOADMODELREQUEST']._serialized_end=900
-  _globals['_UNLOADMODELRESPONSE']._serialized_start=902
-  _globals['_UNLOADMODELRESPONSE']._serialized_end=990
-  _globals['_IMPORTMODELREQUEST']._serialized_start=992
-  _globals['_IMPORTMODELREQUEST']._serialized_end=1110
-  _globals['_IMPORTPROGRESS']._serialized_start=1112
-  _globals['_IMPORTPROGRESS']._serialized_end=1184
-  _globals['_IMPORTMODELEVENT']._serialized_start=1186
-  _globals['_IMPORTMODELEVENT']._serialized_end=1302
-  _globals['_PUSHMODELCHUNK']._serialized_start=1304
-  _globals['_PUSHMODELCHUNK']._serialized_end=1415
-  _globals['_REMOVEMODELREQUEST']._serialized_start=1417
-  _globals['_REMOVEMODELREQUEST']._serialized_end=1451
-  _globals['_REMOVEMODELRESPONSE']._serialized_start=1453
-  _globals['_REMOVEMODELRESPONSE']._serialized_end=1495
-  _globals['_DISKSTATSREQUEST']._serialized_start=1497
-  _globals['_DISKSTATSREQUEST']._serialized_end=1515
-  _globals['_DISKSTATSRESPONSE']._serialized_start=1517
-  _globals['_DISKSTATSRESPONSE']._serialized_end=1643
-  _globals['_MODELSERVICE']._serialized_start=1646
-  _globals['_MODELSERVICE']._serialized_end=2250
+  _globals['_MODELINFO']._serialized_end=307
+  _globals['_LISTMODELSREQUEST']._serialized_start=309
+  _globals['_LISTMODELSREQUEST']._serialized_end=328
+  _globals['_LISTMODELSRESPONSE']._serialized_start=330
+  _globals['_LISTMODELSRESPONSE']._serialized_end=388
+  _globals['_LOADMODELREQUEST']._serialized_start=390
+  _globals['_LOADMODELREQUEST']._serialized_end=460
+  _globals['_LOADMODELRESPONSE']._serialized_start=462
+  _globals['_LOADMODELRESPONSE']._serialized_end=583
+  _globals['_LOADMODELEVENT']._serialized_start=586
+  _globals['_LOADMODELEVENT']._serialized_end=746
+  _globals['_SWITCHMODELREQUEST']._serialized_start=748
+  _globals['_SWITCHMODELREQUEST']._serialized_end=849
+  _globals['_UNLOADMODELREQUEST']._serialized_start=851
+  _globals['_UNLOADMODELREQUEST']._serialized_end=918
+  _globals['_UNLOADMODELRESPONSE']._serialized_start=920
+  _globals['_UNLOADMODELRESPONSE']._serialized_end=1008
+  _globals['_IMPORTMODELREQUEST']._serialized_start=1010
+  _globals['_IMPORTMODELREQUEST']._serialized_end=1128
+  _globals['_IMPORTPROGRESS']._serialized_start=1130
+  _globals['_IMPORTPROGRESS']._serialized_end=1202
+  _globals['_IMPORTMODELEVENT']._serialized_start=1204
+  _globals['_IMPORTMODELEVENT']._serialized_end=1320
+  _globals['_PUSHMODELCHUNK']._serialized_start=1322
+  _globals['_PUSHMODELCHUNK']._serialized_end=1433
+  _globals['_REMOVEMODELREQUEST']._serialized_start=1435
+  _globals['_REMOVEMODELREQUEST']._serialized_end=1469
+  _globals['_REMOVEMODELRESPONSE']._serialized_start=1471
+  _globals['_REMOVEMODELRESPONSE']._serialized_end=1513
+  _globals['_DISKSTATSREQUEST']._serialized_start=1515
+  _globals['_DISKSTATSREQUEST']._serialized_end=1533
+  _globals['_DISKSTATSRESPONSE']._serialized_start=1535
+  _globals['_DISKSTATSRESPONSE']._serialized_end=1661
+  _globals['_MODELSERVICE']._serialized_start=1664
+  _globals['_MODELSERVICE']._serialized_end=2268
 # @@protoc_insertion_point(module_scope)

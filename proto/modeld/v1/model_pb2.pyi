@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "type", "digest", "size_bytes", "architecture", "quantization", "context_length", "resident", "imported_unix_ms", "linked")
+    __slots__ = ("name", "type", "digest", "size_bytes", "architecture", "quantization", "context_length", "resident", "imported_unix_ms", "linked", "executor")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class ModelInfo(_message.Message):
     RESIDENT_FIELD_NUMBER: _ClassVar[int]
     IMPORTED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     LINKED_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     name: str
     type: str
     digest: str
@@ -30,7 +31,8 @@ class ModelInfo(_message.Message):
     resident: bool
     imported_unix_ms: int
     linked: bool
-    def __init__(self, name: _Optional[str] = ..., type: _Optional[str] = ..., digest: _Optional[str] = ..., size_bytes: _Optional[int] = ..., architecture: _Optional[str] = ..., quantization: _Optional[str] = ..., context_length: _Optional[int] = ..., resident: _Optional[bool] = ..., imported_unix_ms: _Optional[int] = ..., linked: _Optional[bool] = ...) -> None: ...
+    executor: str
+    def __init__(self, name: _Optional[str] = ..., type: _Optional[str] = ..., digest: _Optional[str] = ..., size_bytes: _Optional[int] = ..., architecture: _Optional[str] = ..., quantization: _Optional[str] = ..., context_length: _Optional[int] = ..., resident: _Optional[bool] = ..., imported_unix_ms: _Optional[int] = ..., linked: _Optional[bool] = ..., executor: _Optional[str] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

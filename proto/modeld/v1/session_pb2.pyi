@@ -137,7 +137,7 @@ class Prompt(_message.Message):
     def __init__(self, segments: _Optional[_Iterable[_Union[_common_pb2.Segment, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.Tool, _Mapping]]] = ..., manifest_digest: _Optional[str] = ...) -> None: ...
 
 class PrefillStatus(_message.Message):
-    __slots__ = ("reused", "dropped", "prefilled", "prefix", "suffix", "resident", "available", "restored", "retained", "copied", "miss_reason", "manifest_digest", "resolved_manifest_digest", "stable_token_hash", "volatile_token_hash", "seconds", "queue_seconds", "template_additive", "turns_recomputed", "resolved", "seen_tokens")
+    __slots__ = ("reused", "dropped", "prefilled", "prefix", "suffix", "resident", "available", "restored", "retained", "copied", "miss_reason", "manifest_digest", "resolved_manifest_digest", "stable_token_hash", "volatile_token_hash", "seconds", "queue_seconds", "template_additive", "turns_recomputed", "resolved", "seen_tokens", "reused_lower_bound")
     REUSED_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +159,7 @@ class PrefillStatus(_message.Message):
     TURNS_RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
     RESOLVED_FIELD_NUMBER: _ClassVar[int]
     SEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REUSED_LOWER_BOUND_FIELD_NUMBER: _ClassVar[int]
     reused: int
     dropped: int
     prefilled: int
@@ -180,7 +181,8 @@ class PrefillStatus(_message.Message):
     turns_recomputed: int
     resolved: _containers.RepeatedCompositeFieldContainer[ResolvedSegment]
     seen_tokens: int
-    def __init__(self, reused: _Optional[int] = ..., dropped: _Optional[int] = ..., prefilled: _Optional[int] = ..., prefix: _Optional[int] = ..., suffix: _Optional[int] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ..., restored: _Optional[int] = ..., retained: _Optional[int] = ..., copied: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., manifest_digest: _Optional[str] = ..., resolved_manifest_digest: _Optional[str] = ..., stable_token_hash: _Optional[str] = ..., volatile_token_hash: _Optional[str] = ..., seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., template_additive: _Optional[bool] = ..., turns_recomputed: _Optional[int] = ..., resolved: _Optional[_Iterable[_Union[ResolvedSegment, _Mapping]]] = ..., seen_tokens: _Optional[int] = ...) -> None: ...
+    reused_lower_bound: bool
+    def __init__(self, reused: _Optional[int] = ..., dropped: _Optional[int] = ..., prefilled: _Optional[int] = ..., prefix: _Optional[int] = ..., suffix: _Optional[int] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ..., restored: _Optional[int] = ..., retained: _Optional[int] = ..., copied: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., manifest_digest: _Optional[str] = ..., resolved_manifest_digest: _Optional[str] = ..., stable_token_hash: _Optional[str] = ..., volatile_token_hash: _Optional[str] = ..., seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., template_additive: _Optional[bool] = ..., turns_recomputed: _Optional[int] = ..., resolved: _Optional[_Iterable[_Union[ResolvedSegment, _Mapping]]] = ..., seen_tokens: _Optional[int] = ..., reused_lower_bound: _Optional[bool] = ...) -> None: ...
 
 class ResolvedSegment(_message.Message):
     __slots__ = ("index", "byte_begin", "byte_end", "token_begin", "token_end", "token_hash", "located")
@@ -745,7 +747,7 @@ class ModelFacts(_message.Message):
     def __init__(self, architecture: _Optional[str] = ..., layers: _Optional[int] = ..., embedding_length: _Optional[int] = ..., heads: _Optional[int] = ..., kv_heads: _Optional[_Iterable[int]] = ..., key_length: _Optional[int] = ..., value_length: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary: _Optional[int] = ..., sliding_window: _Optional[int] = ..., quantization: _Optional[str] = ..., file_bytes: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., name: _Optional[str] = ..., layer_runs: _Optional[_Iterable[_Union[LayerRun, _Mapping]]] = ..., weights_bytes: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ..., pooling: _Optional[str] = ..., parts: _Optional[int] = ..., unknown_pattern: _Optional[bool] = ..., window_pattern_source: _Optional[str] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("model", "model_type", "resident", "identity", "resolution", "questions", "capabilities", "facts", "resolution_source", "template_supports_tools", "machine")
+    __slots__ = ("model", "model_type", "resident", "identity", "resolution", "questions", "capabilities", "facts", "resolution_source", "template_supports_tools", "machine", "executor", "executor_reason")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_FIELD_NUMBER: _ClassVar[int]
@@ -757,6 +759,8 @@ class DescribeResponse(_message.Message):
     RESOLUTION_SOURCE_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_SUPPORTS_TOOLS_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_REASON_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_type: str
     resident: bool
@@ -768,15 +772,25 @@ class DescribeResponse(_message.Message):
     resolution_source: str
     template_supports_tools: bool
     machine: _common_pb2.Machine
-    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., resident: _Optional[bool] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., resolution: _Optional[_Union[_common_pb2.Resolution, _Mapping]] = ..., questions: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., facts: _Optional[_Union[ModelFacts, _Mapping]] = ..., resolution_source: _Optional[str] = ..., template_supports_tools: _Optional[bool] = ..., machine: _Optional[_Union[_common_pb2.Machine, _Mapping]] = ...) -> None: ...
+    executor: str
+    executor_reason: str
+    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., resident: _Optional[bool] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., resolution: _Optional[_Union[_common_pb2.Resolution, _Mapping]] = ..., questions: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., facts: _Optional[_Union[ModelFacts, _Mapping]] = ..., resolution_source: _Optional[str] = ..., template_supports_tools: _Optional[bool] = ..., machine: _Optional[_Union[_common_pb2.Machine, _Mapping]] = ..., executor: _Optional[str] = ..., executor_reason: _Optional[str] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("model", "texts")
+    __slots__ = ("model", "texts", "model_type", "pooling", "normalize", "no_wait")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    NO_WAIT_FIELD_NUMBER: _ClassVar[int]
     model: str
     texts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., texts: _Optional[_Iterable[str]] = ...) -> None: ...
+    model_type: str
+    pooling: str
+    normalize: bool
+    no_wait: bool
+    def __init__(self, model: _Optional[str] = ..., texts: _Optional[_Iterable[str]] = ..., model_type: _Optional[str] = ..., pooling: _Optional[str] = ..., normalize: _Optional[bool] = ..., no_wait: _Optional[bool] = ...) -> None: ...
 
 class Embedding(_message.Message):
     __slots__ = ("values", "tokens")
@@ -787,14 +801,20 @@ class Embedding(_message.Message):
     def __init__(self, values: _Optional[_Iterable[float]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
-    __slots__ = ("embeddings", "dimensions", "pooling")
+    __slots__ = ("embeddings", "dimensions", "pooling", "normalized", "engine_seconds", "queue_seconds")
     EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZED_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     embeddings: _containers.RepeatedCompositeFieldContainer[Embedding]
     dimensions: int
     pooling: str
-    def __init__(self, embeddings: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ..., dimensions: _Optional[int] = ..., pooling: _Optional[str] = ...) -> None: ...
+    normalized: bool
+    engine_seconds: float
+    queue_seconds: float
+    def __init__(self, embeddings: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ..., dimensions: _Optional[int] = ..., pooling: _Optional[str] = ..., normalized: _Optional[bool] = ..., engine_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "parse_special", "add_bos", "load")

@@ -260,7 +260,9 @@ class SessionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """UNSUPPORTED_FEATURE, capability "embed", until served.
+        """Vectors of one or many texts, with an embedding model; no session. Makes the model resident as
+        OpenSession does. UNSUPPORTED_FEATURE, capability "embed", for a model that generates. A text
+        that is too long is CONTEXT_OVERFLOW: nothing is cut.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

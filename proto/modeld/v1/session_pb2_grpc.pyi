@@ -69,7 +69,10 @@ class SessionServiceStub:
     session's own open-time resolution.
     """
     Embed: _grpc.UnaryUnaryMultiCallable[_session_pb2.EmbedRequest, _session_pb2.EmbedResponse]
-    """UNSUPPORTED_FEATURE, capability "embed", until served."""
+    """Vectors of one or many texts, with an embedding model; no session. Makes the model resident as
+    OpenSession does. UNSUPPORTED_FEATURE, capability "embed", for a model that generates. A text
+    that is too long is CONTEXT_OVERFLOW: nothing is cut.
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_session_pb2.TokenizeRequest, _session_pb2.TokenizeResponse]
     """The model's own tokenizer. The model must be resident (MODEL_NOT_ACTIVE) unless `load` is set."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_session_pb2.DetokenizeRequest, _session_pb2.DetokenizeResponse]
@@ -114,7 +117,10 @@ class SessionServiceAsyncStub(SessionServiceStub):
     session's own open-time resolution.
     """
     Embed: _aio.UnaryUnaryMultiCallable[_session_pb2.EmbedRequest, _session_pb2.EmbedResponse]  # type: ignore[assignment]
-    """UNSUPPORTED_FEATURE, capability "embed", until served."""
+    """Vectors of one or many texts, with an embedding model; no session. Makes the model resident as
+    OpenSession does. UNSUPPORTED_FEATURE, capability "embed", for a model that generates. A text
+    that is too long is CONTEXT_OVERFLOW: nothing is cut.
+    """
     Tokenize: _aio.UnaryUnaryMultiCallable[_session_pb2.TokenizeRequest, _session_pb2.TokenizeResponse]  # type: ignore[assignment]
     """The model's own tokenizer. The model must be resident (MODEL_NOT_ACTIVE) unless `load` is set."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_session_pb2.DetokenizeRequest, _session_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -258,7 +264,10 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.EmbedResponse, _abc.Awaitable[_session_pb2.EmbedResponse]]:
-        """UNSUPPORTED_FEATURE, capability "embed", until served."""
+        """Vectors of one or many texts, with an embedding model; no session. Makes the model resident as
+        OpenSession does. UNSUPPORTED_FEATURE, capability "embed", for a model that generates. A text
+        that is too long is CONTEXT_OVERFLOW: nothing is cut.
+        """
 
     @_abc_1.abstractmethod
     def Tokenize(

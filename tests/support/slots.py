@@ -1,0 +1,297 @@
+"""Slots of one daemon over workers that only answer: for what a supervisor decides by itself.
+
+The store, the generations, the bus, the planner and the slot are the product's; a worker is a
+few numbers, and the machine's reading is set by the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modeld.shared.asking import AskAnswer, AskPoint, AskRequest
+from modeld.shared.capacity import (
+    CapacityRequest,
+    LayerFacts,
+    MachineReading,
+    MemorySnapshot,
+    ModelFacts,
+)
+from modeld.shared.errors import ModelNotFound
+from modeld.shared.messages import (
+    CloseOp,
+    CloseResult,
+    Empty,
+    EngineDevice,
+    Hello,
+    LoadOp,
+    LoadResult,
+    OpenOp,
+    OpenResult,
+    Payload,
+    PlacedOut,
+    UnloadOp,
+)
+from modeld.supervisor import model_slot
+from modeld.supervisor.config import Config, load_config
+from modeld.supervisor.events import EventBus
+from modeld.supervisor.evidence import EvidenceStore
+from modeld.supervisor.generation import GenerationStore
+from modeld.supervisor.holdings import Holdings
+from modeld.supervisor.lifecycle import WorkerState
+from modeld.supervisor.model_slot import ModelSlot, OpenRequest
+from modeld.supervisor.models.store import ModelRecord, StoredModel
+from modeld.supervisor.planning import Planning
+from modeld.supervisor.slot_core import Caller
+
+MIB = 1 << 20
+GIB = 1 << 30
+LAYERS = (LayerFacts(30, 8, 128, 128),)  # f16: 122,880 bytes a token
+
+
+def facts(model_type: str, name: str, weights_bytes: int = 100 * MIB) -> ModelFacts:
+    return ModelFacts(
+        architecture="llama",
+        name=name,
+        layers=LAYERS,
+        embedding_length=1024,
+        heads=8,
+        model_max=131072,
+        vocabulary=1000,
+        weights_bytes=weights_bytes,
+        file_bytes=weights_bytes,
+        quantization="int4" if model_type == "openvino" else "Q4_0",
+        feed_forward_length=2048,
+        model_type=model_type,
+    )
+
+
+def stored(name: str, model_type: str, digest: str = "") -> StoredModel:
+    record = ModelRecord(
+        name=name,
+        type=model_type,
+        digest=digest or f"digest-of-{name}",
+        size_bytes=1,
+        mtime_ns=1,
+        inode=1,
+        facts=facts(model_type, name),
+        imported_unix_ms=1,
+        linked=False,
+    )
+    return StoredModel(record, Path(f"/models/{name}/model"))
+
+
+class _Conversions:
+    async def ensure(self, model: StoredModel, report: Any) -> Path:
+        return model.path
+
+
+class Store:
+    """Models by name."""
+
+    def __init__(self, *models: StoredModel) -> None:
+        self.models = {model.name: model for model in models}
+        self.conversions = _Conversions()
+
+    def get(self, name: str) -> StoredModel:
+        if name not in self.models:
+            raise ModelNotFound(f"No model is named {name!r}.")
+        return self.models[name]
+
+    def smaller_than(self, facts: ModelFacts) -> tuple[ModelFacts, ...]:
+        return ()
+
+
+class Machine:
+    """A reading that the test sets; what workers touch goes off it."""
+
+    def __init__(self, total: int = 16 * GIB, available: int = 12 * GIB) -> None:
+        self.total, self.available = total, available
+
+    def read(self) -> MachineReading:
+        return MachineReading(MemorySnapshot(self.total, self.available))
+
+    def attach_engine(self, devices: Sequence[EngineDevice]) -> None:
+        pass
+
+
+class _Operation:
+    """An answer that is there at once."""
+
+    def __init__(self, answer: Payload) -> None:
+        self.kind, self.ended, self._answer = "fake", True, answer
+
+    async def next(self) -> None:
+        return None
+
+    async def result(self) -> Payload:
+        return self._answer
+
+    def cancel(self) -> None:
+        pass
+
+
+@dataclass
+class Worker:
+    """Answers loads, opens and closes. ``anonymous`` is its memory, in bytes."""
+
+    backend: str
+    machine: Machine
+    pid: int
+    kv_untouched: bool = False
+    copied: int = 0  # bytes that a load takes of its own
+    compute: int = 0  # bytes that a context reports
+    anonymous: int = 50 * MIB
+    sent: list[Payload] = field(default_factory=list)
+    contexts: dict[str, int] = field(default_factory=dict)  # KV bytes by session
+    windows: dict[str, int] = field(default_factory=dict)
+    longest_gap_s: dict[str, float] = field(default_factory=dict)
+    state: WorkerState = WorkerState.IDLE
+
+    @property
+    def hello(self) -> Hello:
+        return Hello(backend=self.backend, backend_version="1", build_digest="b", pid=self.pid)
+
+    async def ready(self, deadline: float | None) -> Hello:
+        return self.hello
+
+    def call(self, generation: int, payload: Payload, credit: int = 0) -> _Operation:
+        self.sent.append(payload)
+        return _Operation(self._answer(payload))
+
+    def touch(self, size: int) -> None:
+        """Write to so much more memory, which the machine's reading then lacks."""
+        self.anonymous += size
+        self.machine.available -= size
+
+    def _answer(self, payload: Payload) -> Payload:
+        if isinstance(payload, LoadOp):
+            self.touch(self.copied)
+            return LoadResult(
+                description="",
+                vocab=1000,
+                train_context=131072,
+                weights_bytes=100 * MIB,
+                add_bos=False,
+                template_digest="",
+                template_supports_tools=False,
+                threads=1,
+                capabilities={},
+                seconds=0.0,
+                placed=[PlacedOut(device="CPU", weights_bytes=100 * MIB)],
+                executor="paged" if self.kv_untouched else "",
+                longest_gap_s={"evaluate": 7.0} if self.kv_untouched else {},
+                kv_untouched=self.kv_untouched,
+            )
+        if isinstance(payload, OpenOp):
+            return self._opened(payload)
+        if isinstance(payload, CloseOp):
+            del self.contexts[payload.session_id], self.windows[payload.session_id]
+            return CloseResult(retained=0, **self._totals())
+        assert isinstance(payload, UnloadOp), payload
+        self.contexts.clear()
+        self.windows.clear()
+        self.touch(-self.copied)
+        return Empty()
+
+    def _opened(self, payload: OpenOp) -> OpenResult:
+        width = {"f16": 2.0, "f32": 4.0, "u8": 1.1875, "u4": 0.6875, "q8_0": 1.53125}
+        size = int(payload.window * 30 * 8 * 256 * width[payload.k_type])
+        self.contexts[payload.session_id] = size
+        self.windows[payload.session_id] = payload.window
+        if not self.kv_untouched:
+            self.touch(size)
+        return OpenResult(
+            window=payload.window,
+            kv_bytes=size,
+            compute_bytes=self.compute,
+            reused_context=False,
+            retained=0,
+            **self._totals(),
+        )
+
+    def _totals(self) -> dict[str, Any]:
+        compute = self.compute * len(self.contexts)
+        return {
+            "slot_cells": sum(self.windows.values()),
+            "slot_bytes": sum(self.contexts.values()) + compute,
+            "slot_compute_bytes": compute,
+        }
+
+
+@dataclass
+class Slots:
+    config: Config
+    machine: Machine
+    store: Store
+    slots: dict[str, ModelSlot]
+    workers: dict[str, Worker]
+
+    async def open(self, name: str, window: int = 0, k_type: str = "", v_type: str = "") -> Any:
+        """As ``OpenSession``: the model's own slot, and the settings' types."""
+        slot = self.slots[self.store.get(name).type]
+        k_type, v_type = self.config.kv_types(slot.backend, k_type, v_type)
+        capacity = CapacityRequest(window=window, k_type=k_type, v_type=v_type)
+        opened = await slot.open(OpenRequest(name, capacity, "", "", ""), Caller())
+        return opened.session
+
+    def loads(self, backend: str) -> list[LoadOp]:
+        return [sent for sent in self.workers[backend].sent if isinstance(sent, LoadOp)]
+
+
+def answered(copied: int) -> AskAnswer:
+    return AskAnswer(
+        loader="yes",
+        backend_version="1",
+        build_digest="b",
+        copied_bytes=copied,
+        points=[AskPoint(256, 256 * 122_880, 0)],
+    )
+
+
+def make_slots(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    copied: int = 300 * MIB,
+    machine: Machine | None = None,
+    asked: AskAnswer | None = None,
+    **settings: object,
+) -> Slots:
+    """A llama and an openvino slot on one machine, with a model each ("big" and "ir")."""
+    config = load_config({"backends": "llama,openvino", **settings}, {}, tmp_path)
+    machine = machine or Machine()
+    store = Store(stored("big", "llama"), stored("ir", "openvino"), stored("ir2", "openvino"))
+    generations = GenerationStore.open(tmp_path)
+    holdings, slots, workers = Holdings(), dict[str, ModelSlot](), dict[str, Worker]()
+    evidence = EvidenceStore(tmp_path)
+
+    def ask(backend: str, request: AskRequest) -> AskAnswer:
+        if asked is not None:
+            return asked
+        return answered(copied if backend == "openvino" else 0)
+
+    for number, backend in enumerate(config.backends):
+        worker = Worker(backend, machine, pid=1000 + number)
+        if backend == "openvino":
+            worker = replace(worker, kv_untouched=True, copied=copied)
+        slot = ModelSlot(
+            backend,
+            config=config,
+            store=store,  # type: ignore[arg-type]
+            generations=generations,
+            bus=EventBus(),
+            planning=Planning(backend, config, machine, evidence, ask),
+            holdings=holdings,
+        )
+        slot.attach_keeper(worker)  # type: ignore[arg-type]
+        slot.worker_changed()
+        holdings.join(backend, slot.held)
+        slots[backend], workers[backend] = slot, worker
+    by_pid = {worker.pid: worker for worker in workers.values()}
+    monkeypatch.setattr(model_slot, "anonymous_bytes", lambda pid: by_pid[pid].anonymous)
+    return Slots(config, machine, store, slots, workers)

@@ -1,0 +1,268 @@
+"""What a session's KV can do besides serving its prompts: go to a file, fork, shrink.
+
+Owns the checks, so that a refusal changes nothing, and the numbers; how a file comes back is
+``state_import``'s. Knows neither an engine's bytes nor who keeps the files.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from modeld.shared.errors import (
+    InvalidRequest,
+    ModeldError,
+    SessionFatal,
+    UnsupportedFeature,
+)
+from modeld.shared.messages import (
+    ExportOp,
+    ExportResult,
+    ForkOp,
+    ForkResult,
+    Hello,
+    LoadResult,
+    TrimResult,
+)
+from modeld.workers.executor import OpContext
+from modeld.workers.pool import ContextPool, PooledContext, Tokens
+from modeld.workers.prompt import PromptAssembler
+from modeld.workers.session import Session
+from modeld.workers.state_file import (
+    StateHeader,
+    check_target,
+    token_chain,
+    write_state,
+)
+
+if TYPE_CHECKING:
+    from modeld.workers.engine import State
+
+log = logging.getLogger(__name__)
+
+CHUNK_TOKENS = 512  # exported at a time, where the model's memory gives ranges: bounds the buffer
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an engine's bytes depend on besides the session: the build and the loaded model."""
+
+    backend: str
+    build_digest: str
+    state_layout: str
+    vocab: int
+    exact_types: frozenset[str]  # "K/V"
+
+    @classmethod
+    def of(cls, hello: Hello, loaded: LoadResult) -> Source:
+        return cls(
+            hello.backend,
+            hello.build_digest,
+            hello.state_layout,
+            loaded.vocab,
+            frozenset(loaded.exact_state_types),
+        )
+
+    def exactness(self, entry: PooledContext) -> tuple[bool, str]:
+        """Whether states of these types were seen to continue bit for bit, and why (not)."""
+        types = f"{entry.shape.k_type}/{entry.shape.v_type}"
+        if types in self.exact_types:
+            return True, f"a continuation at K/V {types} was bit-equal at load"
+        return False, f"no continuation at K/V {types} was seen to be bit-equal at load"
+
+
+class Cancelled(Exception):
+    """On the way; whoever catches it undoes what was done."""
+
+
+def held(session: Session) -> Tokens:
+    """Tokens that the context holds under the session's own kv_digest."""
+    entry = session.entry
+    return entry.tokens if entry.kv_digest == session.kv_digest else entry.tokens[:0]
+
+
+# --- to a file -----------------------------------------------------------------------------------
+
+
+def export(session: Session, source: Source, op: ExportOp, context: OpContext) -> ExportResult:
+    """Write a range of what the context holds to a new file. Changes nothing in the session.
+
+    Raises InvalidRequest for a range or path that can't be, UnsupportedFeature (capability
+    ``state.blocks`` or ``state.whole``) where the model's memory doesn't give it, StorageFull, and
+    InsufficientMemory where there is none for a chunk. Nothing is left of a file then.
+    """
+    began_s = time.perf_counter()
+    path = check_target(op.path)
+    tokens = held(session)
+    begin, end = _checked_range(session, op.begin, len(tokens) if op.end == -1 else op.end)
+    entry = session.entry
+    ids = tokens[:end]
+    exact, why = source.exactness(entry)
+    header = StateHeader(
+        backend=source.backend,
+        build_digest=source.build_digest,
+        state_layout=source.state_layout,
+        kv_digest=session.kv_digest,
+        runtime_digest=session.runtime_digest,
+        k_type=entry.shape.k_type,
+        v_type=entry.shape.v_type,
+        begin=begin,
+        end=end,
+        token_ids=ids.astype("<i4", copy=False).tobytes(),
+        chain_before=token_chain(session.kv_digest, ids[:begin]),
+        chain=token_chain(session.kv_digest, ids),
+        exact=exact,
+        exact_reason=why,
+    )
+    result = ExportResult(
+        begin=begin, end=end, tokens=0, file_bytes=0, payload_bytes=0, digest="",
+        chain=header.chain, exact=exact, exact_reason=why, seconds=0.0,
+    )  # fmt: skip
+    step = _step(entry)
+    try:
+        written = write_state(
+            path, header, -(-(end - begin) // step), _exported(entry, begin, end, step, context)
+        )
+    except Cancelled:
+        result.cancelled = True
+    else:
+        result.tokens = end - begin
+        result.file_bytes, result.payload_bytes = written.file_bytes, written.payload_bytes
+        result.digest = written.digest
+    result.seconds = time.perf_counter() - began_s
+    return result
+
+
+def _checked_range(session: Session, begin: int, end: int) -> tuple[int, int]:
+    size, block = len(held(session)), session.entry.engine_context.state_block
+    if not size:
+        raise InvalidRequest.of(
+            "session_id", session.session_id, "a session that holds tokens", "Send a prompt first."
+        )
+    if not 0 < end <= size or (end % block and end != size):
+        raise InvalidRequest.of("end", end, _multiples(block, size))
+    if not 0 <= begin < end or begin % block:
+        raise InvalidRequest.of("begin", begin, _multiples(block, end))
+    return begin, end
+
+
+def _multiples(block: int, size: int) -> str:
+    return f"up to {size}" if block == 1 else f"a multiple of {block} up to {size}, or {size}"
+
+
+def _step(entry: PooledContext) -> int:
+    """Tokens a chunk: whole blocks."""
+    block = entry.engine_context.state_block
+    return max(block, CHUNK_TOKENS // block * block)
+
+
+def _exported(
+    entry: PooledContext, begin: int, end: int, step: int, context: OpContext
+) -> Iterator[tuple[int, State]]:
+    """Chunk by chunk, or all of it at once where the model's memory gives nothing less."""
+    at = begin
+    while at < end:
+        if context.cancelled():
+            raise Cancelled
+        context.beat()
+        until = min(at + step, end)
+        try:
+            state = entry.export_state(at, until)
+        except UnsupportedFeature:
+            if at > begin or (at, end) != (0, len(entry)) or until == end:
+                raise
+            until = end
+            state = entry.export_state(at, until)
+        yield until, state
+        at = until
+
+
+# --- a second session, and a shorter one ---------------------------------------------------------
+
+
+def fork(
+    source: Session, assembler: PromptAssembler, pool: ContextPool, op: ForkOp
+) -> tuple[Session, ForkResult]:
+    """A session of the same prompt, answers and KV in a context of its own.
+
+    Raises InsufficientMemory where no context or no copy can be had, and UnsupportedFeature
+    (capability ``prefix_copy``) where the engine doesn't copy. Nothing is left behind then, and
+    the source is as it was.
+    """
+    began_s = time.perf_counter()
+    mine, count = source.entry, len(held(source))
+    entry, reused = pool.acquire(op.new_session_id, mine.shape, op.free_bytes, op.compute_bytes)
+    try:
+        if not count:
+            entry.trim(0)
+        elif not entry.copy_from(mine, count):
+            raise UnsupportedFeature(
+                "The engine doesn't copy this session's state to a second context. Open a session "
+                "with the same prompt instead: it is evaluated again.",
+                metadata={"capability": "prefix_copy", "tokens": count},
+            )
+    except BaseException as error:
+        if reused and isinstance(error, ModeldError) and not isinstance(error, SessionFatal):
+            pool.release(entry)
+        else:
+            pool.destroy(entry)
+        raise
+    entry.kv_digest, entry.runtime_digest = source.kv_digest, mine.runtime_digest
+    pool.touch(mine)
+    session = replace(
+        source,
+        session_id=op.new_session_id,
+        assembler=assembler,
+        context=entry,
+        answer_ids=list(source.answer_ids),
+        turns=OrderedDict(source.turns),
+        counters=Counter(copied_tokens=count),
+    )
+    session.counters["adopted_contexts" if reused else "created_contexts"] += 1
+    return session, ForkResult(
+        window=entry.window,
+        kv_bytes=entry.engine_context.kv_bytes,
+        compute_bytes=entry.engine_context.compute_bytes,
+        slot_cells=pool.slot_cells,
+        reused_context=reused,
+        retained=session.retained,
+        slot_bytes=pool.slot_bytes,
+        slot_compute_bytes=pool.slot_compute_bytes,
+        reclaimable_bytes=pool.reclaimable_bytes,
+        slot_placed=pool.slot_placed,
+        reclaimable_placed=pool.reclaimable_placed,
+        placed=list(entry.engine_context.placed),
+        copied=count,
+        resident=session.logical,
+        seconds=time.perf_counter() - began_s,
+    )
+
+
+def trim(session: Session, keep: int) -> TrimResult:
+    """Remove the tail of what the context holds; the prompt stays, and what is missing of it is
+    evaluated when it is next needed.
+
+    Raises InvalidRequest beyond what is held, and UnsupportedFeature (capability
+    ``tail_removal``) where the model's memory can't go back there with exact results.
+    """
+    entry, size = session.entry, len(held(session))
+    if not 0 <= keep <= size:
+        raise InvalidRequest.of("keep", keep, f"0 to {size}, the tokens that the session holds")
+    if keep and not entry.can_keep(keep):
+        raise UnsupportedFeature(
+            f"This model's memory can't go back from {size} to {keep} tokens with exact results. "
+            "Trim to 0, or send the shorter prompt: it is evaluated again.",
+            metadata={"capability": "tail_removal", "held": size, "keep": keep},
+        )
+    entry.trim(keep)
+    session.logical = min(session.logical, keep)
+    return TrimResult(
+        dropped=size - keep,
+        resident=session.logical,
+        available=session.available,
+        retained=session.retained,
+    )

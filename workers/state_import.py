@@ -1,0 +1,251 @@
+"""A range of KV from a file into a session: verified before anything is touched, undone if refused.
+
+Owns the order of the checks, and which context takes the bytes. Knows neither an engine's bytes
+nor who keeps the files.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+
+from modeld.shared.errors import (
+    ContextOverflow,
+    DigestMismatch,
+    InsufficientMemory,
+    InvalidRequest,
+    ManifestMismatch,
+    SessionFatal,
+)
+from modeld.shared.messages import ImportOp, ImportResult
+from modeld.workers.executor import OpContext
+from modeld.workers.images import SeeingContext
+from modeld.workers.memory_guard import MemoryGuard
+from modeld.workers.pool import ContextPool, PooledContext, common_prefix
+from modeld.workers.residency import Cancelled, Source, held
+from modeld.workers.session import Session
+from modeld.workers.state_file import StateFile, StateHeader, open_state
+
+log = logging.getLogger(__name__)
+
+
+def import_(
+    session: Session, pool: ContextPool, source: Source, op: ImportOp, context: OpContext
+) -> ImportResult:
+    """Take an exported range into the session's context; a later prompt then finds it there.
+
+    A range from 0 on replaces what the context holds, any other one goes behind exactly the tokens
+    that it was computed after. Everything is verified before anything is touched, and what the
+    engine refuses is undone: a refusal leaves the session with what it held.
+
+    Raises ManifestMismatch for a state of another identity or after other tokens, DigestMismatch
+    for a damaged file or bytes that the engine won't take, SnapshotNotFound and InvalidRequest for
+    a path or range that can't be, ContextOverflow beyond the window, and InsufficientMemory where
+    there is none for a chunk, or for the second context that replacing takes.
+    """
+    began_s = time.perf_counter()
+    spare_bytes = MemoryGuard().spare_bytes
+    with open_state(op.path) as file:
+        _check_identity(session, source, file.header)
+        _check_fits(session, pool, source, file.header)
+        cancelled = False
+        try:
+            for _ in file.parts(spare_bytes):
+                _live(context)
+            parts = _Incoming(file, context)
+            if len(held(session)) == file.header.begin:
+                _append(session, parts)
+            else:
+                _replace(session, pool, parts)
+        except Cancelled:
+            cancelled = True
+        header, digest = file.header, file.digest
+    exact, why = _import_exactness(session, source, header)
+    return ImportResult(
+        begin=header.begin,
+        end=header.end,
+        tokens=0 if cancelled else header.end - header.begin,
+        resident=session.logical,
+        available=session.available,
+        retained=session.retained,
+        payload_bytes=header.payload_bytes,
+        digest=digest,
+        exact=exact,
+        exact_reason=why,
+        seconds=time.perf_counter() - began_s,
+        cancelled=cancelled,
+        slot_cells=pool.slot_cells,
+        slot_bytes=pool.slot_bytes,
+        slot_compute_bytes=pool.slot_compute_bytes,
+        reclaimable_bytes=pool.reclaimable_bytes,
+        slot_placed=pool.slot_placed,
+        reclaimable_placed=pool.reclaimable_placed,
+    )
+
+
+class _Incoming:
+    """A verified file's chunks on their way into a context; each is verified again as it is read,
+    since the file may have changed meanwhile.
+    """
+
+    def __init__(self, file: StateFile, context: OpContext) -> None:
+        self.header = file.header
+        self.tokens = file.header.tokens
+        self._file, self._context = file, context
+
+    def into(self, entry: PooledContext) -> None:
+        """Append them all; raises on the way what leaves the context with a part of them."""
+        begin = self.header.begin
+        for end, state in self._file.parts(MemoryGuard().spare_bytes):
+            _live(self._context)
+            if not entry.import_state(state, self.tokens[begin:end]):
+                raise _not_taken(begin, end)
+            begin = end
+
+
+def _not_taken(begin: int, end: int) -> DigestMismatch:
+    return DigestMismatch(
+        f"The engine doesn't take the state of positions {begin} to {end}: its bytes aren't what "
+        "this context holds for such a range. Nothing was changed. Compute that state again.",
+        metadata={"cause": "engine", "begin": begin, "end": end},
+    )
+
+
+def _live(context: OpContext) -> None:
+    context.beat()
+    if context.cancelled():
+        raise Cancelled
+
+
+def _append(session: Session, parts: _Incoming) -> None:
+    """Behind what the context holds, which stays: undone by going back."""
+    entry, begin = session.entry, parts.header.begin
+    if not begin:
+        entry.trim(0)  # of another kv_digest, which this session could never use
+        entry.kv_digest, entry.runtime_digest = session.kv_digest, session.runtime_digest
+    try:
+        parts.into(entry)
+    except SessionFatal:
+        raise
+    except BaseException:
+        entry.trim(begin)
+        raise
+    _found_again(session)
+
+
+def _replace(session: Session, pool: ContextPool, parts: _Incoming) -> None:
+    """Into a second context first, so that what is held stays until all of it is there."""
+    mine = session.entry
+    try:
+        other, taken = pool.stand_in(mine)
+    except InsufficientMemory as error:
+        raise InsufficientMemory(
+            f"{error.message} What the session holds stays until an imported state is complete, "
+            "which takes a second context: trim the session to 0 tokens first if it may go.",
+            metadata={**error.metadata, "held": len(mine)},
+        ) from None
+    other.kv_digest, other.runtime_digest = session.kv_digest, session.runtime_digest
+    try:
+        parts.into(other)
+    except SessionFatal as error:
+        log.warning("importing ended the second context: %s", error.message)
+        pool.destroy(other)
+        raise _not_taken(0, parts.header.end) from None
+    except BaseException:
+        if taken:
+            other.trim(0)
+            pool.release(other)
+        else:
+            pool.destroy(other)
+        raise
+    pool.swap(mine, other)
+    session.context = other
+    if not taken:
+        pool.destroy(mine)  # the slot holds as many contexts as before
+    _found_again(session)
+
+
+def _found_again(session: Session) -> None:
+    """Resident is what of the prompt and the answer so far the context holds now."""
+    known = [*(session.assembled.tokens if session.assembled else ()), *session.answer_ids]
+    target = np.asarray(known, dtype=np.int32)
+    session.logical = common_prefix(session.entry.tokens, target)
+
+
+def _check_identity(session: Session, source: Source, header: StateHeader) -> None:
+    """kv_digest decides; the rest, which it covers, names the field that differs."""
+    shape = session.entry.shape
+    for field, asserted, actual in (
+        ("backend", header.backend, source.backend),
+        ("build_digest", header.build_digest, source.build_digest),
+        ("state_layout", header.state_layout, source.state_layout),
+        ("k_type", header.k_type, shape.k_type),
+        ("v_type", header.v_type, shape.v_type),
+        ("kv_digest", header.kv_digest, session.kv_digest),
+    ):
+        if asserted != actual:
+            raise ManifestMismatch(
+                f"The state is of another identity: its {field} is {asserted!r}, the session's "
+                f"{actual!r}. Its bytes mean nothing here: compute that state again.",
+                metadata={
+                    "reason": "identity", "field": field, "asserted": asserted, "actual": actual,
+                },
+            )  # fmt: skip
+
+
+def _check_fits(session: Session, pool: ContextPool, source: Source, header: StateHeader) -> None:
+    """Its tokens are this model's, fit the window, and follow what the context holds."""
+    tokens, here, begin = header.tokens, held(session), header.begin
+    least = (
+        np.iinfo(np.int32).min if isinstance(session.entry.engine_context, SeeingContext) else 0
+    )  # an image's ids are below 0
+    if int(tokens.min()) < least or int(tokens.max()) >= source.vocab:
+        raise DigestMismatch(
+            f"The state has token ids outside {least} to {source.vocab - 1}: it isn't of this "
+            "model. Nothing was changed. Compute that state again.",
+            metadata={"cause": "tokens", "vocab": source.vocab},
+        )
+    window = session.window
+    if header.end > window:
+        raise ContextOverflow(
+            f"The state is of {header.end} tokens, {header.end - window} more than the session's "
+            f"window of {window}. Nothing was changed. Open a session with a larger window.",
+            metadata={
+                "stage": "import",
+                "resident": session.logical,
+                "additional": header.end - begin,
+                "requested_tokens": header.end,
+                "effective": window,
+                "hot": pool.slot_cells,
+                "planner": window,
+                "drop_tokens": header.end - window,
+            },
+        )
+    if not begin:
+        return
+    if len(here) != begin:
+        raise InvalidRequest.of(
+            "begin",
+            begin,
+            f"{len(here)}, the tokens that the session holds",
+            "A range goes back behind exactly what it was computed after: bring the session to "
+            "those tokens, and trim it to them.",
+        )
+    same = common_prefix(here, tokens[:begin])
+    if same != begin:
+        raise ManifestMismatch(
+            f"The state was computed after other tokens than the session's: they differ from "
+            f"position {same} on. Nothing was changed. Compute that state again.",
+            metadata={"reason": "tokens", "position": same, "begin": begin},
+        )
+
+
+def _import_exactness(session: Session, source: Source, header: StateHeader) -> tuple[bool, str]:
+    exact, why = source.exactness(session.entry)
+    if not header.exact:
+        return False, header.exact_reason
+    if exact and header.runtime_digest != session.runtime_digest:
+        return False, "it was computed under another runtime_digest"
+    return exact, why
