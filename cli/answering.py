@@ -70,9 +70,7 @@ def structured_flags(function: F) -> F:
     return function
 
 
-def structured(
-    json_schema: Path | None, regex: str | None, grammar: Path | None
-) -> dict[str, Any]:
+def structured(json_schema: Path | None, regex: str | None, grammar: Path | None) -> dict[str, Any]:
     """What ``structured_flags`` gave as decode options; a usage error for more than one."""
     given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
     names = [name for name, value in given.items() if value is not None]

@@ -118,6 +118,7 @@ class ModelFacts:
     tied_output: bool = False  # the head is the token embedding: copied where the output lives
     tensor_types: tuple[tuple[str, int], ...] = ()  # (type, bytes), most bytes first
     pooling: str = ""  # of embeddings, as the file says: mean, cls, last, rank; "": none
+    vision: bool = False  # made as a model that takes images; whether it does is tried at load
     parts: int = 1  # files of a split set
     window_pattern_source: str = ""  # where the kinds of windowed layers are known from
     # Values are stored transposed without flash attention, every layer as wide as the widest.

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 CAPABILITY = "openvino.convert_gguf"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# Q4_1 and Q4_K lose precision on the way: their offsets are rounded to whole steps.
 MATRIX_TYPES = ("F16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
+# Of these the converter rounds the offsets to whole steps, which the process that runs it undoes.
 ROUNDED_TYPES = ("Q4_1", "Q4_K")
 END_TYPES = (*MATRIX_TYPES, "BF16", "F32")  # of the embedding and the output
 VECTOR_TYPES = ("F32",)
@@ -73,13 +73,6 @@ def check_convertible(header: GgufHeader, parts: int = 1) -> None:
     shape = _shape(header)
     _check_tokenizer(header)
     _check_tensors(header, shape)
-
-
-def rounded_bytes(header: GgufHeader) -> int:
-    """Bytes of tensors that lose precision in a conversion (``ROUNDED_TYPES``)."""
-    from modeld.shared.gguf_facts import tensor_types
-
-    return sum(size for name, size in tensor_types(header) if name in ROUNDED_TYPES)
 
 
 def _unsupported(why: str) -> UnsupportedFeature:

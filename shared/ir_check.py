@@ -11,6 +11,7 @@ from pathlib import Path
 
 from modeld.shared.ir_embedding import gives_hidden_states
 from modeld.shared.ir_files import MAX_XML_BYTES, file_size, read_elements, refused
+from modeld.shared.ir_vision import LANGUAGE, NEEDED, check_preprocessor, vision_parts
 
 MODEL, TOKENIZER, DETOKENIZER = (
     f"openvino_{part}" for part in ("model", "tokenizer", "detokenizer")
@@ -24,13 +25,22 @@ def check_folder(folder: Path) -> None:
     """Raise ModelLoadFailed unless the model and its tokenizer are there and whole.
 
     Whole: the XML is well-formed and of a known version, and every constant that it claims lies
-    in the ``.bin`` beside it. A model that makes embeddings needs no detokenizer.
+    in the ``.bin`` beside it. A model that makes embeddings needs no detokenizer; one that sees
+    is of several, all of which are checked.
     """
-    _check_present(folder, MODEL, "the model")
-    check_extents(folder, MODEL)
     needed = {TOKENIZER: "the tokenizer", DETOKENIZER: "the detokenizer"}
+    vision = os.path.lexists(folder / f"{LANGUAGE}.xml")
+    models = dict(NEEDED) if vision else {MODEL: "the model"}
+    if vision:
+        models |= {stem: "a part" for stem in vision_parts(folder) if stem not in models}
+    for stem, what in models.items():
+        _check_present(folder, stem, what)
+        check_extents(folder, stem)
+    if vision:
+        check_preprocessor(folder)
     if (
-        gives_hidden_states(folder / f"{MODEL}.xml")
+        not vision
+        and gives_hidden_states(folder / f"{MODEL}.xml")
         and not (folder / f"{DETOKENIZER}.xml").exists()
     ):
         del needed[DETOKENIZER]
@@ -42,12 +52,7 @@ def check_folder(folder: Path) -> None:
 def _check_present(folder: Path, stem: str, what: str) -> None:
     missing = [name for name in (f"{stem}.xml", f"{stem}.bin") if not (folder / name).exists()]
     if missing:
-        hint = ""
-        if os.path.lexists(folder / "openvino_language_model.xml"):
-            hint = "; models that also see pictures, which have openvino_language_model.xml, aren't"
-            hint += " served"
-        elif stem != MODEL:
-            hint = " (an export with `optimum-cli export openvino` writes it)"
+        hint = "" if stem == MODEL else " (an export with `optimum-cli export openvino` writes it)"
         raise refused(folder, f"{what} is missing: it has no {' and no '.join(missing)}{hint}")
 
 

@@ -20,8 +20,9 @@ from modeld.shared.capacity import LayerFacts, LayerKind, ModelFacts
 from modeld.shared.ir_embedding import declared_pooling, gives_hidden_states, layers_without_kv
 from modeld.shared.ir_files import MAX_XML_BYTES, file_size, open_regular, read_object, refused
 from modeld.shared.ir_texts import ir_texts
+from modeld.shared.ir_vision import LANGUAGE, sees, vision_parts
 
-NAMES = ("openvino_language_model", "openvino_model")  # the former beside a vision encoder
+NAMES = (LANGUAGE, "openvino_model")  # the former beside a vision encoder
 MAX_LAYERS = 4096
 MAX_NUMBER = 2**31 - 1
 _HEAD_BYTES = 64 * 1024
@@ -60,22 +61,26 @@ def is_ir(folder: Path) -> bool:
 def ir_facts(folder: Path) -> ModelFacts:
     """What planning needs to know of an IR. Raises ModelLoadFailed in words that say what to do.
 
-    ``weights_bytes`` is the size of the ``.bin`` file; ``state_bytes`` of recurrent layers isn't
-    declared anywhere, and 0.
+    ``weights_bytes`` is the size of the ``.bin`` file, and of those of all parts of a model that
+    sees; ``state_bytes`` of recurrent layers isn't declared anywhere, and 0.
     """
     stem = next((name for name in NAMES if (folder / f"{name}.xml").exists()), "")
     if not stem:
         raise refused(folder, f"it has no {' or '.join(f'{name}.xml' for name in NAMES)}")
     xml, weights = folder / f"{stem}.xml", folder / f"{stem}.bin"
-    weights_bytes = file_size(weights)
-    file_bytes = weights_bytes + file_size(xml)
+    vision = sees(folder)
+    parts = vision_parts(folder) if vision else [stem]
+    weights_bytes = file_size(weights) + sum(
+        file_size(folder / f"{part}.bin") for part in parts if part != stem
+    )
+    file_bytes = weights_bytes + sum(file_size(folder / f"{part}.xml") for part in parts)
     _check_ir(xml)
     config = read_object(folder / "config.json")
     for name in _NESTED:
         nested = config.get(name)
         if isinstance(nested, dict):
             config = {**config, **nested}
-    embedder = gives_hidden_states(xml)
+    embedder = not vision and gives_hidden_states(xml)
     if embedder:
         layers, unknown = layers_without_kv(_number(config, "num_hidden_layers")), False
     else:
@@ -102,6 +107,7 @@ def ir_facts(folder: Path) -> ModelFacts:
         feed_forward_length=_number(config, "intermediate_size"),
         rope=_rope(config),
         model_type="openvino",
+        vision=vision,
         pooling=declared_pooling(folder) if embedder else "",
         window_pattern_source="config.json" if any(layer.window_cells for layer in layers) else "",
     )

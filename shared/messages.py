@@ -398,7 +398,8 @@ class Status(_Message):
     available: int
     retained: int
     copied: int
-    miss_reason: str  # NONE COLD TOKENS_DIFFER EXTENDED KV_DIGEST CANNOT_TRIM RECLAIMED
+    # NONE COLD TOKENS_DIFFER EXTENDED KV_DIGEST CANNOT_TRIM RECLAIMED RECOMPUTED
+    miss_reason: str
     stable_token_hash: str
     volatile_token_hash: str
     template_additive: bool

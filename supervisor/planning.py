@@ -334,6 +334,19 @@ def allowed(machine: MachineReading, devices: tuple[str, ...]) -> MachineReading
     )
 
 
+def served_types(config: Config, backend: str, k_type: str, v_type: str) -> tuple[str, str]:
+    """The KV types of a request, "" being the settings'. Raises InvalidRequest as
+    ``check_kv_types`` does, naming what was given.
+    """
+    if backend == "openvino":  # one stands for both: a bad one is named by its own field
+        for field_name, given in (("k_type", k_type), ("v_type", v_type)):
+            if given:
+                openvino_kv.check_type(field_name, given)
+    k_type, v_type = config.kv_types(backend, k_type, v_type)
+    check_kv_types(backend, k_type, v_type)
+    return k_type, v_type
+
+
 def check_kv_types(backend: str, k_type: str, v_type: str) -> None:
     """Raise InvalidRequest for types that no model of the backend is served with."""
     if backend == "openvino":

@@ -74,15 +74,16 @@ def _task(facts: ModelFacts, known: BuildEvidence, resident: bool) -> Capability
     if embeds(facts):
         said = "embed: loaded for it" if resident else f"embed: {known.words or NOT_ASKED}"
         return Capability(name, "yes" if resident else "unknown", said)
+    task = "vision" if facts.vision else "generate"
     if resident:
-        return Capability(name, "yes", "generate: loaded for it")
+        return Capability(name, "yes", f"{task}: loaded for it")
     if known.loader == "no":
-        return Capability(name, "no", "generate: the engine doesn't load it")
+        return Capability(name, "no", f"{task}: the engine doesn't load it")
     if known.loader != "yes":
-        return Capability(name, "unknown", f"generate: {known.words or NOT_ASKED}")
+        return Capability(name, "unknown", f"{task}: {known.words or NOT_ASKED}")
     if known.generates:
-        return Capability(name, "no", f"generate: {known.generates}")
-    return Capability(name, "yes", "generate: the engine's own report of the file")
+        return Capability(name, "no", f"{task}: {known.generates}")
+    return Capability(name, "yes", f"{task}: the engine's own report of the file")
 
 
 def _device(

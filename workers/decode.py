@@ -228,10 +228,11 @@ class _Decode:
             prefilled, ready = ensure_logits(self._session, self._context)
             return prefilled, self._loop(began_s) if ready else "cancelled"
         try:
-            prefilled, ready = engine.begin()
-            return prefilled, self._loop(began_s) if ready else "cancelled"
+            _, ready = engine.begin()
+            stop = self._loop(began_s) if ready else "cancelled"
         finally:
             engine.close()
+        return engine.evaluated, stop
 
     def _loop(self, began_s: float) -> str:
         """Sample until there is a reason to stop. The session is exact after every token."""

@@ -124,6 +124,7 @@ class Measured:
     lower_bound: bool
     evaluated: int
     held: int  # of the tokens asked for, from the first on
+    ahead: int = 0  # sampled and evaluated beyond those that were taken, and thrown away
 
 
 @runtime_checkable

@@ -11,6 +11,7 @@ from collections.abc import Generator
 from modeld.shared.errors import SessionFatal
 from modeld.shared.messages import DecodeIn
 from modeld.workers.executor import OpContext
+from modeld.workers.images import Rereading
 from modeld.workers.prefill import polled
 from modeld.workers.session import Session
 
@@ -22,6 +23,8 @@ class EngineTokens:
         self._session, self._options, self._context = session, options, context
         self._stream: Generator[int, None, None] | None = None
         self.token = -1
+        self.evaluated = 0  # tokens, before the first one was sampled
+        self._begun = False
 
     def begin(self) -> tuple[int, bool]:
         """Evaluate what isn't resident of prompt and answer, and sample the first token.
@@ -30,6 +33,11 @@ class EngineTokens:
         when cancelled on the way.
         """
         session, entry = self._session, self._session.entry
+        rereading = entry.engine_context
+        if isinstance(rereading, Rereading):
+            assert session.assembled is not None  # there is no decode without a prompt
+            rereading.reread(session.assembled, session.answer_text)
+            session.answer_spelled = False  # what is text to the engine is tokenized as text
         missing = session.missing()
         most = session.window - session.logical - len(missing) + 1
         if self._options.max_tokens:
@@ -38,9 +46,11 @@ class EngineTokens:
         self._stream = entry.generate(missing, self._options, most, polled(self._context))
         token = next(self._stream, None)
         measured = entry.measured
-        evaluated = measured.evaluated if measured else 0
+        evaluated = self.evaluated = measured.evaluated if measured else 0
+        self._begun = True
         session.logical = len(entry)
-        session.seen_tokens += evaluated
+        if not isinstance(rereading, Rereading):  # else they were when they were noted
+            session.seen_tokens += evaluated
         session.counters["evaluated_tokens"] += evaluated
         if token is None:
             return evaluated, False
@@ -62,5 +72,13 @@ class EngineTokens:
         return True
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        """End it. What the engine tells only now is in ``evaluated`` then, and in the counters."""
+        if self._stream is None:
+            return
+        self._stream.close()
+        measured = self._session.entry.measured
+        if measured is None or not self._begun:
+            return
+        corrected = measured.evaluated - self.evaluated
+        self._session.counters["evaluated_tokens"] += corrected + measured.ahead
+        self.evaluated = measured.evaluated

@@ -36,12 +36,14 @@ class Vision:
 
     ``marker`` is the text that stands for an image in a prompt; ``tokens`` says how many positions
     a decoded image takes (1 or more). ``by_text``: the engine itself looks for the marker in the
-    text, so that no message may spell it.
+    text, so that no message may spell it. ``check`` sees each prompt before anything changes, and
+    raises for what the engine would read otherwise.
     """
 
     marker: str
     tokens: Callable[[Pixels], int] = lambda _: 1
     by_text: bool = False
+    check: Callable[[Prompted], None] = lambda _: None
 
     def __post_init__(self) -> None:
         if len(self.marker.encode()) < 2:
@@ -61,6 +63,19 @@ class PlacedImage:
     ids: tuple[int, ...]
 
 
+class Prompted(Protocol):
+    """A prompt as it was assembled: ids below 0 among its tokens are those of its images."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def images(self) -> tuple[PlacedImage, ...]: ...
+
+
 @runtime_checkable
 class SeeingEngine(Protocol):
     """What an engine offers besides where its models may take images; None: this one doesn't."""
@@ -76,6 +91,19 @@ class SeeingContext(Protocol):
         """The images of the prompt that is about to be evaluated, in order.
 
         Ids below 0 among the tokens are theirs, at ``PlacedImage.token``.
+        """
+
+
+@runtime_checkable
+class Rereading(Protocol):
+    """A context whose engine keeps nothing: it is given a prompt as text for each answer, and
+    evaluates all of it then. What it holds is a record of tokens.
+    """
+
+    def reread(self, prompt: Prompted, answer: str) -> None:
+        """The prompt that is about to be answered, and its answer so far.
+
+        Raises InvalidRequest or ContextOverflow, changing nothing.
         """
 
 

@@ -18,7 +18,7 @@ from modeld.shared.messages import Status
 from modeld.workers import faults
 from modeld.workers.engine import Cancelled
 from modeld.workers.executor import OpContext
-from modeld.workers.images import SeeingContext
+from modeld.workers.images import Rereading, SeeingContext
 from modeld.workers.pool import ContextPool, PooledContext, Tokens, common_prefix
 from modeld.workers.prompt import Assembled
 from modeld.workers.session import Session
@@ -279,6 +279,8 @@ class Prefill:
     def _miss_reason(self, begin: int, end: int) -> str:
         if begin == end:
             return "NONE"
+        if isinstance(self._session.entry.engine_context, Rereading):
+            return "RECOMPUTED"
         if self._found.cannot_trim and self._found.keep < end:
             return "CANNOT_TRIM"
         matched = self._found.matched

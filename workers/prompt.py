@@ -107,6 +107,7 @@ class PromptAssembler:
             ChatRenderer(template, self._chat_controls(vision), vision) if template else None
         )
         self._runs = Runs(tokenizer)
+        self._vision = vision
         self._pictures = Pictures(vision)
 
     def _chat_controls(self, vision: Vision | None) -> Controls:
@@ -325,7 +326,7 @@ class PromptAssembler:
             text = turn.tail_text + turn.answer_text
             recomputed += bool(turn.answer_ids) and text not in built.matched
         ranges = self._ranges(whole, prefix, suffix, boundary, turns)
-        return Assembled(
+        assembled = Assembled(
             tokens=built.tokens,
             prefix_tokens=prefix_tokens,
             text_bytes=len(whole.text.encode()),
@@ -337,6 +338,9 @@ class PromptAssembler:
             text=whole.text,
             images=tuple(built.images),
         )
+        if self._vision is not None:
+            self._vision.check(assembled)
+        return assembled
 
     def _ranges(
         self,

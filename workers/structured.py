@@ -82,8 +82,7 @@ def check(options: DecodeIn, engine: SelfSampling | None = None) -> None:
         )
     if engine is not None:
         raise UnsupportedFeature(
-            "This model runs where the engine samples by itself, and can't be constrained. Leave "
-            "the constraint out, or load the model where the paged executor serves it.",
+            "This model's engine samples by itself and can't be constrained: ask without.",
             metadata={"capability": CAPABILITY},
         )
 
@@ -101,10 +100,8 @@ def capability() -> str:
         return f"no: llguidance {library.__version__} doesn't work ({type(error).__name__})"
     if seen != [b"a", b"bc"]:
         return f"no: llguidance {library.__version__} allows other bytes than a regex does"
-    return (
-        f"yes: llguidance {library.__version__} masks each step by JSON schema, regular expression "
-        "or Lark grammar; tried on a regular expression"
-    )
+    done = "masks each step by JSON schema, regex or Lark grammar; tried on a regex"
+    return f"yes: llguidance {library.__version__} {done}"
 
 
 def longest_gap_s(declared: Mapping[str, float], vocab_size: int) -> dict[str, float]:
@@ -288,8 +285,8 @@ class Constraint:
         told = _LIMIT_WORDS.search(self._matcher.get_error())
         why = f"it is too complex here ({told[0]})" if told else "no token of the model fits"
         return InvalidRequest(
-            f"No answer can go on here under its {self._what}: {why}. Loosen the constraint, or ask "
-            "for another answer. What was generated under it until here, if anything, is kept.",
+            f"No answer can go on here under its {self._what}: {why}. What was generated until "
+            "here, if anything, is kept. Loosen the constraint, or ask for another answer.",
             metadata={"field": FIELD, "value": self._what, "cause": "dead_end"},
         )
 
@@ -335,8 +332,7 @@ def _library() -> Any:
         return importlib.import_module("llguidance")
     except ImportError as error:
         raise UnsupportedFeature(
-            f"Structured output needs llguidance, which can't be imported ({error}). Install it "
-            "with the worker's extra, or leave the constraint out.",
+            f"Structured output needs llguidance ({error}): install it, or ask without.",
             metadata={"capability": CAPABILITY},
         ) from None
 

@@ -24,19 +24,24 @@ BITS = {"f32": 32, "f16": 16, "u8": 8, "u4": 4}  # an element
 SCALES = {"f32": 0, "f16": 0, "u8": 8, "u4": 16}
 
 
+def check_type(field: str, kv_type: str) -> None:
+    """Raises InvalidRequest for a type that isn't served, named by its field."""
+    if kv_type in TYPES:
+        return
+    detail = "These are the types of openvino models."
+    if kv_type == "bf16":
+        detail += " Attention is computed in f32, for which the engine has no bf16 cache."
+    raise InvalidRequest.of(field, kv_type, ", ".join(TYPES), detail)
+
+
 def check_types(k_type: str, v_type: str) -> None:
     """Raises InvalidRequest for a type that isn't served, or for two that don't go together.
 
     The engine has kernels for keys and values of one type (and for u8 with u4, which isn't served:
     a model is compiled for one type). bf16 is refused where attention is computed in f32.
     """
-    allowed = ", ".join(TYPES)
-    for field, kv_type in (("k_type", k_type), ("v_type", v_type)):
-        if kv_type not in TYPES:
-            detail = "These are the types of openvino models."
-            if kv_type == "bf16":
-                detail += " Attention is computed in f32, for which the engine has no bf16 cache."
-            raise InvalidRequest.of(field, kv_type, allowed, detail)
+    check_type("k_type", k_type)
+    check_type("v_type", v_type)
     if v_type != k_type:
         raise InvalidRequest.of(
             "v_type",

@@ -348,8 +348,10 @@ def _failed(model: StoredModel, why: str) -> ModelLoadFailed:
 
 
 def _needed_bytes(model: StoredModel) -> int:
-    """Six-bit weights come out as eight bits, most others as they are."""
-    return model.size_bytes * 3 // 2 + SPARE_BYTES
+    """Six-bit weights come out as eight bits, most others as they are, and some are there twice
+    while they are rewritten.
+    """
+    return model.size_bytes * 5 // 2 + SPARE_BYTES
 
 
 def _check_space(model: StoredModel, root: Path) -> None:

@@ -39,7 +39,7 @@ from modeld.shared.messages import (
 )
 from modeld.supervisor.config import Config
 from modeld.supervisor.model_slot import ModelSlot, OpenRequest, WhatIf, capabilities_of
-from modeld.supervisor.planning import check_kv_types
+from modeld.supervisor.planning import served_types
 from modeld.supervisor.probes.simulated import parse_machine
 from modeld.supervisor.questions import answers
 from modeld.supervisor.rpc import convert, embedding
@@ -623,8 +623,7 @@ def _capacity(
 ) -> CapacityRequest:
     if window < 0:
         raise InvalidRequest.of("window", window, "0 (automatic) or a number of tokens")
-    k_type, v_type = config.kv_types(backend, k_type, v_type)
-    check_kv_types(backend, k_type, v_type)
+    k_type, v_type = served_types(config, backend, k_type, v_type)
     return CapacityRequest(window=window, k_type=k_type, v_type=v_type)
 
 

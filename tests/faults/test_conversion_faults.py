@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from modeld.client import Client
+from modeld.client import Client, LoadProgress, QueueStatus
 from modeld.client.errors import ConnectionLost
 from modeld.shared.errors import ModelLoadFailed, ShuttingDown, StorageFull, UnsupportedFeature
 from tests.support import tiny_models
@@ -40,7 +40,12 @@ def client(disk: DiskDaemon, tmp_path: Path) -> Iterator[Client]:
 def load(client: Client) -> list[str]:
     """Load it; the stages that were told."""
     stages: list[str] = []
-    client.load_model(NAME, model_type="openvino", on_progress=lambda p: stages.append(p.stage))
+
+    def told(event: LoadProgress | QueueStatus) -> None:
+        if isinstance(event, LoadProgress):
+            stages.append(event.stage)
+
+    client.load_model(NAME, model_type="openvino", on_progress=told)
     return stages
 
 

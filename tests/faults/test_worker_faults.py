@@ -26,6 +26,7 @@ from tests.support.faulting import (
     answer,
     footprint,
     is_gone,
+    on_every_backend,
     raw_session,
     settles_to,
     slot,
@@ -107,6 +108,7 @@ def assert_recovered(
     assert is_gone(pid)
 
 
+@on_every_backend
 def test_death_in_load(root: DataRoot, signum: signal.Signals, right_answer: list[int]) -> None:
     # The second progress report of the first load takes long; the strike comes after the first.
     fault = f"load:after=2:slow=60:once={root.path / 'slowed'}"
@@ -167,6 +169,7 @@ def in_decode(scene: Scene, session: Session) -> Turning:
     return Turning(running, worker_pid(scene.client))
 
 
+@on_every_backend
 @pytest.mark.parametrize("begin", [in_prefill, in_decode], ids=["prefill", "decode"])
 def test_death_in_a_turn(
     root: DataRoot,
@@ -206,6 +209,7 @@ def test_death_in_a_turn(
         assert [info.session for info in scene.client.sessions()] == [opened.handle]
 
 
+@on_every_backend
 def test_death_of_an_idle_worker_is_told_to_the_next_call(
     root: DataRoot, right_answer: list[int]
 ) -> None:
@@ -221,6 +225,7 @@ def test_death_of_an_idle_worker_is_told_to_the_next_call(
         assert answer(raw_session(scene.client)) == right_answer
 
 
+@on_every_backend
 def test_a_kill_while_a_second_session_opens(root: DataRoot, right_answer: list[int]) -> None:
     fault = f"open:after=2:slow=60:once={root.path / 'slowed'}"
     with ExitStack() as stack:
@@ -246,6 +251,7 @@ def kill_while_decoding(scene: Scene, signum: signal.Signals) -> None:
     caught(SessionFatal, turning.running.result)
 
 
+@on_every_backend
 def test_a_model_that_kills_its_worker_three_times_is_quarantined_until_cleared(
     root: DataRoot, right_answer: list[int]
 ) -> None:

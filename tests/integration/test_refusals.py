@@ -38,6 +38,7 @@ from modeld.shared.manifest import AdapterId
 from modeld.v1 import common_pb2 as common
 from modeld.v1 import model_pb2
 from modeld.v1 import session_pb2 as pb
+from tests.support.backends import OPENVINO, Backend
 from tests.support.daemon import MODEL, RunningDaemon, Stubs, typed
 from tests.support.product import ask, go_on, prompt_ids, system, text_ids, user
 from tests.support.reference import Reference
@@ -138,9 +139,10 @@ def test_a_wrong_identity_is_refused_on_every_call_by_field_and_values(
     chat: Session, stubs: Stubs, field: str
 ) -> None:
     assert set(WRONG) == {f.name for f in dataclasses.fields(chat.identity)}
-    actual = getattr(chat.identity, field)
-    assert actual != WRONG[field]
-    asserted = identity_to_proto(dataclasses.replace(chat.identity, **{field: WRONG[field]}))
+    actual, wrong = getattr(chat.identity, field), WRONG[field]
+    if actual == wrong:  # the other backend's name
+        wrong = "llama"
+    asserted = identity_to_proto(dataclasses.replace(chat.identity, **{field: wrong}))
     with unchanged(chat):
         for name, call in session_calls(stubs, chat, asserted).items():
             with pytest.raises(ManifestMismatch) as refused:
@@ -149,7 +151,7 @@ def test_a_wrong_identity_is_refused_on_every_call_by_field_and_values(
             assert told["field"] == field, name
             assert told["asserted"] != told["actual"]
             if isinstance(actual, str):
-                assert (told["asserted"], told["actual"]) == (WRONG[field], actual)
+                assert (told["asserted"], told["actual"]) == (wrong, actual)
 
 
 def test_a_call_that_asserts_nothing_is_refused(chat: Session, stubs: Stubs) -> None:
@@ -468,15 +470,16 @@ def test_a_bad_model_name_is_invalid(client: Client, name: str) -> None:
         client.describe(name)
 
 
-def test_an_unknown_model_and_types_that_are_not_served(client: Client) -> None:
+def test_an_unknown_model_and_types_that_are_not_served(client: Client, backend: Backend) -> None:
+    other = "llama" if backend is OPENVINO else "openvino"
     with pytest.raises(ModelNotFound):
         client.open_session("nobody")
     with pytest.raises(UnsupportedModelType):
         client.open_session(MODEL, model_type="onnx")
     with pytest.raises(BackendMismatch):
-        client.open_session(MODEL, model_type="openvino")
+        client.open_session(MODEL, model_type=other)
     with pytest.raises(BackendMismatch):
-        client.load_model(MODEL, model_type="openvino")
+        client.load_model(MODEL, model_type=other)
     with pytest.raises(ModelNotFound):
         client.unload_model("nobody")
     with pytest.raises(ModelNotFound):
@@ -513,18 +516,36 @@ def test_bad_open_options_are_refused_and_nothing_opens(
     assert client.sessions() == []
 
 
-def test_a_quantised_v_cache_is_refused_in_words_and_quantised_keys_work(client: Client) -> None:
-    with pytest.raises(InvalidRequest, match="flash attention"):
-        client.open_session(MODEL, window=512, v_type="q8_0")
-    with client.open_session(MODEL, window=512, k_type="q8_0") as session:
-        assert (session.resolution.k_type, session.resolution.v_type) == ("q8_0", "f16")
-        with client.open_session(MODEL, window=512) as plain:
-            assert session.resolution.kv_bytes < plain.resolution.kv_bytes
-            assert session.identity.kv_digest != plain.identity.kv_digest
+QUANTISED: dict[str, dict[str, Any]] = {"llama": {"k_type": "q8_0"}, "openvino": {"k_type": "u8"}}
+RESOLVED = {"llama": ("q8_0", "f16"), "openvino": ("u8", "u8")}
+
+
+def test_a_narrower_kv_cache_is_served_where_the_engine_has_one(
+    client: Client, backend: Backend
+) -> None:
+    with client.open_session(MODEL, window=512) as plain:
+        kv_bytes, kv_digest = plain.resolution.kv_bytes, plain.identity.kv_digest
+    with client.open_session(MODEL, window=512, **QUANTISED[backend.name]) as session:
+        kept = (session.resolution.k_type, session.resolution.v_type)
+        assert kept == RESOLVED[backend.name]
+        assert session.resolution.kv_bytes < kv_bytes
+        assert session.identity.kv_digest != kv_digest
         told = ask(session, [system("You are brief.")], [user("Hello!")], 4)
         assert len(told.ids) in range(1, 5)
         again = ask(session, [system("You are brief.")], [user("Hello!")], 4)
         assert again.after.prefilled == 1
+
+
+def test_a_type_that_the_engine_does_not_have_is_refused_with_those_that_it_has(
+    client: Client, backend: Backend
+) -> None:
+    types: dict[str, dict[str, Any]] = {
+        "llama": {"v_type": "q8_0"},
+        "openvino": {"k_type": "bf16"},
+    }
+    right = {"llama": "flash attention", "openvino": "f16, f32, u8, u4"}[backend.name]
+    with pytest.raises(InvalidRequest, match=right):
+        client.open_session(MODEL, window=512, **types[backend.name])
 
 
 # --- what is not served yet ----------------------------------------------------------------------
@@ -591,9 +612,10 @@ def test_adapters_and_images_name_their_capability(
     client: Client, chat: Session, stubs: Stubs
 ) -> None:
     request = pb.OpenSessionRequest(model=MODEL, adapters=[common.Adapter(digest="aa", scale=1)])
-    with pytest.raises(UnsupportedFeature) as refused:
+    served = chat.capabilities["adapters"].answer == "yes"
+    with pytest.raises(ModelNotFound if served else UnsupportedFeature) as refused:
         stubs.unary(stubs.sessions.OpenSession, request)
-    assert refused.value.metadata["capability"] == "adapters"
+    assert served or refused.value.metadata["capability"] == "adapters"
     picture = Message("user", ("What is this?", Image(b"\x89PNG", "image/png")))
     with unchanged(chat), pytest.raises(UnsupportedFeature) as refused:
         ask(chat, [], [picture], 1)
@@ -610,7 +632,7 @@ def test_tools_that_the_template_would_drop_are_refused(chat: Session) -> None:
 def test_capabilities_say_no_to_what_is_refused(chat: Session) -> None:
     for name in ("snapshot", "cold_store", "fork", "embed", "overflow.evict", "layout.batched"):
         assert chat.capabilities[name].answer == "no"
-    for name in ("durable", "adapters", "vision"):
+    for name in ("durable", "vision"):
         assert chat.capabilities[name].answer == "no"
     for name in ("tail_removal", "prefix_copy", "exact_warm", "decode.logprobs"):
         assert chat.capabilities[name].answer == "yes"

@@ -22,6 +22,7 @@ from modeld.client import (
     SessionNotFound,
     SlotState,
 )
+from tests.support.backends import Backend
 from tests.support.daemon import MODEL, Background, RunningDaemon, Stubs, eventually
 from tests.support.product import ask, system, user
 
@@ -163,7 +164,9 @@ def test_identity_is_told_alike_before_and_after_opening(client: Client) -> None
         assert client.load_model(MODEL).identity.kv_digest == session.identity.kv_digest
 
 
-def test_describe_answers_the_six_questions_and_a_second_load_certifies(client: Client) -> None:
+def test_describe_answers_the_six_questions_and_a_second_load_certifies(
+    client: Client, backend: Backend
+) -> None:
     client.load_model(MODEL)
     described = client.describe(MODEL)
     assert described.resident
@@ -182,7 +185,8 @@ def test_describe_answers_the_six_questions_and_a_second_load_certifies(client: 
     assert cold.identity.kv_digest == described.identity.kv_digest
     asked = {question.name: question for question in cold.questions}
     assert asked["loader_supports_architecture"].answer == "yes"
-    assert "dry run" in asked["loader_supports_architecture"].evidence
+    how = {"llama": "dry run", "openvino": "in a trial"}[backend.name]
+    assert how in asked["loader_supports_architecture"].evidence
     client.load_model(MODEL)
     again = {question.name: question for question in client.describe(MODEL).questions}
     assert again["quality_certified"].answer == "yes"
@@ -196,21 +200,21 @@ def test_describe_of_a_session_that_isnt_open_is_refused(client: Client) -> None
         client.describe(MODEL, session_id="llama-0123456789abcdef")
 
 
-def test_models_and_disk_are_told(client: Client, demo_model: Path) -> None:
+def test_models_and_disk_are_told(client: Client, demo_model: Path, backend: Backend) -> None:
     client.load_model(MODEL)
     (model,) = client.models()
-    assert (model.name, model.type, model.resident) == (MODEL, "llama", True)
+    assert (model.name, model.type, model.resident) == (MODEL, backend.name, True)
     assert model.size_bytes == demo_model.stat().st_size
     assert (model.architecture, model.quantization) == ("llama", "Q4_1")
     assert client.disk_stats().models_bytes >= model.size_bytes
 
 
-def test_events_tell_what_happens(client: Client, daemon: RunningDaemon) -> None:
+def test_events_tell_what_happens(client: Client, daemon: RunningDaemon, backend: Backend) -> None:
     client.unload_model(force=True)
     with daemon.client() as watcher:
         events = watcher.watch_events()
         first = next(events)
-        assert (first.kind, first.backend, first.state) == ("slot", "llama", "EMPTY")
+        assert (first.kind, first.backend, first.state) == ("slot", backend.name, "EMPTY")
 
         def until_closed() -> list[Any]:
             seen = []

@@ -153,6 +153,19 @@ def test_what_cannot_be_is_refused_and_nothing_changes(asked: Session) -> None:
     assert ask(asked, [], [user("Say yes.")], 3, regex="yes").text == "yes"
 
 
+def test_an_answer_that_cannot_go_on_is_an_error_after_its_text_and_the_session_goes_on(
+    asked: Session,
+) -> None:
+    kept = len(asked.explain().generated_turn_ids)
+    stream = asked.turn([], [user("Say it.")], grammar='start: "abc" <[2]> "d"')
+    texts: list[str] = []
+    with pytest.raises(InvalidRequest, match="no token of the model fits"):
+        texts.extend(stream)
+    assert "".join(texts) == "abc"
+    assert len(asked.explain().generated_turn_ids) == kept + 1
+    assert ask(asked, [], [user("Say yes.")], 3, regex="yes").text == "yes"
+
+
 def test_a_turn_under_a_constraint_is_reused_like_any_other(asked: Session) -> None:
     prefix: list[Any] = [system("You answer in JSON.")]
     told = ask(asked, prefix, [user("Invent a character.")], 200, json_schema=CHARACTERS)

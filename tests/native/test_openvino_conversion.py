@@ -14,6 +14,7 @@ import random
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,8 @@ import msgspec
 import numpy as np
 import openvino
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 
 from modeld.shared.capacity import ModelFacts
 from modeld.shared.converting import ConvertLine, ConvertRequest
@@ -40,9 +43,13 @@ from modeld.supervisor.models import conversion
 from modeld.supervisor.models.facts import inspect
 from modeld.supervisor.models.records import StoredModel
 from modeld.supervisor.models.store import ModelStore
+from modeld.workers.openvino.offsets import _of_q4_1, _of_q4_k
 from tests.support.daemon import eventually
 from tests.support.openvino_models import tiny_gguf
+from tests.support.quantized_models import BLOCKS, Q4_1, Q4_K, quantized
 from tests.support.reference import Reference
+
+TEXTS = ("The capital of France is", "The quick brown fox jumps over the lazy")
 
 
 async def quiet(stage: str, fraction: float) -> None:
@@ -133,6 +140,40 @@ def test_a_converted_model_computes_what_its_gguf_does(done: tuple[Path, str], g
     assert ours.argmax() == theirs.argmax()
 
 
+@pytest.mark.parametrize("kind", [Q4_1, Q4_K])
+def test_four_bit_weights_keep_their_offsets(
+    models: ModelStore, tmp_path: Path, kind: GGMLQuantizationType
+) -> None:
+    """The converter alone rounds them: another model, at a cosine of 0.97 to 0.99."""
+    gguf = quantized(tmp_path / "tiny.gguf", kind)
+    folder = ensure(models, models.import_file(gguf, model_type="openvino"))
+    ids = list(range(4, 84, 3))
+    ours = logits(folder, ids)
+    reference = Reference(gguf)
+    try:
+        theirs = reference.logits([ids])  # which rounds what it multiplies with to eight bits
+    finally:
+        reference.close()
+    assert cosine(ours, theirs) > 0.999
+
+
+@pytest.mark.parametrize(("kind", "parse"), [(Q4_1, _of_q4_1), (Q4_K, _of_q4_k)])
+def test_scales_and_offsets_are_read_as_the_format_has_them(
+    kind: GGMLQuantizationType, parse: Callable[[Any], Any]
+) -> None:
+    raw = BLOCKS[kind](20, 1.0, np.random.default_rng(3))
+    groups = parse(raw)
+    scales, offsets = groups.scales.reshape(-1, 1), groups.offsets.reshape(-1, 1)
+    weights = dequantize(raw, kind).reshape(-1, 32)
+    steps = (weights + offsets) / scales
+    assert np.abs(steps - steps.round()).max() < 1e-2
+    assert (steps.round().min(), steps.round().max()) == (0, 15)
+
+
+def cosine(one: Any, other: Any) -> float:
+    return float(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
+
+
 def test_a_conversion_holds_what_planner_and_worker_need(
     done: tuple[Path, str], gguf: Path
 ) -> None:
@@ -176,6 +217,11 @@ def test_a_real_model_keeps_its_texts_and_the_ends_of_its_answers(
     assert ir_texts(folder).digest == model.facts.template_digest
     reference = Reference(demo_model)
     try:
+        for text in TEXTS:
+            ids = reference.encode(text)
+            ours, theirs = logits(folder, ids), reference.logits([ids])
+            assert ours.argmax() == theirs.argmax()
+            assert cosine(ours, theirs) > 0.99
         ends, controls = reference.end_of_generation, reference.engine.tokenizer.controls
     finally:
         reference.close()

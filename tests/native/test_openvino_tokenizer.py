@@ -14,13 +14,28 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from modeld.shared.errors import InvalidRequest, ModelLoadFailed
+from modeld.workers.llama.native import start
 from modeld.workers.llama.tokenizer import LlamaTokenizer
 from modeld.workers.openvino.native import core
 from modeld.workers.openvino.tokenizer import OpenVinoTokenizer
 from tests.support.openvino_models import converted
 
-# The two engines' patterns differ in this one: a space to the one, none to the other.
-OTHER_WORDS = "\u180e"
+# Where the two engines' patterns differ: U+180E is a space to the one and none to the other, and
+# the rest, given by Unicode 16 and 17, are letters and numbers to the one and unknown to the other.
+_OTHER = (
+    "88f c5c cdc 180e 1c89-1c8a a7cb-a7cf a7d2 a7d4 a7da-a7dc a7f1 105c0-105f3 10940-10959 "
+    "10d40-10d65 10d6f-10d85 10ec2-10ec7 11380-11389 1138b 1138e 11390-113b5 113b7 113d1 "
+    "113d3 116d0-116e3 11bc0-11be0 11bf0-11bf9 11db0-11ddb 11de0-11de9 13460-143fa "
+    "16100-1611d 16130-16139 16d40-16d6c 16d70-16d79 16ea0-16eb8 16ebb-16ed3 16ff2-16ff6 "
+    "187f8-187ff 18cff 18d09-18d1e 18d80-18df2 1ccf0-1ccf9 1e5d0-1e5ed 1e5f0-1e5fa "
+    "1e6c0-1e6de 1e6e0-1e6e2 1e6e4-1e6e5 1e6e7-1e6ed 1e6f0-1e6f4 1e6fe-1e6ff 2b73a-2b73f "
+    "2cea2-2cead 323b0-33479 "
+)
+OTHER_WORDS = frozenset(
+    chr(code)
+    for first, _, last in (run.partition("-") for run in _OTHER.split())
+    for code in range(int(first, 16), int(last or first, 16) + 1)
+)
 NO_TOKEN = ("\x04", "\x06", "\x13", "\x14", "\x16", "\x1d")  # bytes that the vocabulary lacks
 FRAGMENTS = (
     *("the", "Hello", " world", "foo_bar", "don't", "'s", "'LL", "  ", "\n", "\n\n", " \n ", "\t"),
@@ -49,8 +64,9 @@ def plain(alphabet: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     return st.lists(parts, max_size=12).map("".join)
 
 
-CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters=OTHER_WORDS)
-TEXTS = plain(CHARACTERS)
+TEXTS = plain(st.characters(exclude_categories=["Cs"])).map(
+    lambda text: "".join(one for one in text if one not in OTHER_WORDS)
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +81,7 @@ def tokenizer(folder: Path) -> OpenVinoTokenizer:
 
 @pytest.fixture(scope="module")
 def llama(demo_model: Path) -> Iterator[LlamaTokenizer]:
+    start()
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
     model = llama_cpp.llama_model_load_from_file(str(demo_model).encode(), params)
@@ -101,14 +118,16 @@ def test_every_character_of_the_first_planes_makes_the_same_words(
     tokenizer: OpenVinoTokenizer, llama: LlamaTokenizer, around: str
 ) -> None:
     every = (chr(code) for code in range(0x20000) if not 0xD800 <= code < 0xE000)
-    text = "".join(around.format(one) for one in every if one != OTHER_WORDS)
+    text = "".join(around.format(one) for one in every if one not in OTHER_WORDS)
     assert tokenizer.encode(text) == llama.encode(text)
 
 
-def test_one_character_is_known_to_make_other_words_but_loses_nothing(
-    tokenizer: OpenVinoTokenizer, llama: LlamaTokenizer
+@pytest.mark.parametrize("character", ["\u180e", "\u088f", "\U00013460"])
+def test_a_few_characters_are_known_to_make_other_words_but_lose_nothing(
+    tokenizer: OpenVinoTokenizer, llama: LlamaTokenizer, character: str
 ) -> None:
-    text = f"\n\n{OTHER_WORDS}"
+    assert character in OTHER_WORDS
+    text = f"\n\n{character}'s \n{character}1"
     ids = tokenizer.encode(text)
     assert ids != llama.encode(text)
     assert b"".join(map(tokenizer.piece, ids)) == text.encode()
@@ -143,7 +162,7 @@ def test_a_long_text_is_neither_cut_nor_padded(
 
 
 def test_a_lone_surrogate_is_refused_and_named(tokenizer: OpenVinoTokenizer) -> None:
-    with pytest.raises(InvalidRequest, match=r"character 2 is '\\ud800'"):
+    with pytest.raises(InvalidRequest, match="character 2 is"):
         tokenizer.encode("ab\ud800")
 
 

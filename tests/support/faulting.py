@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
 from modeld.client import Client, DaemonStatus, Session, SlotStatus
 from modeld.shared.lease_record import Discovery, discover
+from tests.support.backends import BACKENDS, share_conversion
 from tests.support.daemon import MODEL, RunningDaemon, eventually
 from tests.support.product import ask
 
@@ -31,12 +33,19 @@ ANSWER_TOKENS = 8
 # Long enough that a fault always finds it at work, in prefill or in decode.
 LONG_TEXT = "A stone bridge crossed the river near the old mill. " * 290
 
+# For what an engine's own threads, memory or calls could make different; what is the supervisor's
+# alone is tested on one.
+on_every_backend = pytest.mark.parametrize(
+    "backend", BACKENDS, ids=lambda backend: backend.name, indirect=True, scope="session"
+)
+
 
 class DataRoot:
     """A short data root and every daemon that was started on it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, backends: str = "llama") -> None:
         self.path = path
+        self.backends = backends
         self.daemons: list[RunningDaemon] = []
 
     def start(
@@ -48,7 +57,7 @@ class DataRoot:
                 aside = self.path / f"daemon-{daemon.process.pid}.log"
                 daemon.log_path = daemon.log_path.rename(aside)
         with _environment(FAULTS, faults):
-            daemon = kind(self.path, settings)
+            daemon = kind(self.path, {"backends": self.backends, **settings})
         self.daemons.append(daemon)
         return daemon
 
@@ -83,15 +92,32 @@ class DataRoot:
 
 
 @contextlib.contextmanager
-def data_root(model: Path | None = None) -> Iterator[DataRoot]:
-    """A data root; with ``model`` in its store under the name ``MODEL``."""
+def data_root(
+    model: Path | None = None,
+    *,
+    backend: str = "llama",
+    converted: Path | None = None,
+    evidence: Path | None = None,
+) -> Iterator[DataRoot]:
+    """A data root; with ``model`` in its store, for ``backend``, under the name ``MODEL``.
+
+    ``converted`` is a folder that the same model was converted to already. ``evidence`` holds what
+    earlier daemons asked their engines, so that it isn't asked again, and takes in what this one
+    asks.
+    """
     path = Path(tempfile.mkdtemp(prefix="md-"))
-    root = DataRoot(path)
+    root = DataRoot(path, backend)
     try:
         if model is not None:
-            put_in_store(path, model)
+            put_in_store(path, model, backend)
+        if converted is not None:  # a store sweeps what no model of it needs
+            share_conversion(converted, path)
+        if evidence is not None and evidence.is_dir():
+            shutil.copytree(evidence, path / "evidence")
         yield root
         root.end()
+        if evidence is not None and (path / "evidence").is_dir():
+            shutil.copytree(path / "evidence", evidence, dirs_exist_ok=True)
     finally:
         for daemon in root.daemons:
             if daemon.process.poll() is None:
@@ -100,11 +126,11 @@ def data_root(model: Path | None = None) -> Iterator[DataRoot]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def put_in_store(path: Path, model: Path) -> None:
+def put_in_store(path: Path, model: Path, model_type: str, name: str = MODEL) -> None:
     """As `modeld models import` does without a daemon."""
     from modeld.supervisor.models.store import ModelStore
 
-    ModelStore(path).import_file(model, MODEL)
+    ModelStore(path).import_file(model, name, model_type=model_type)
 
 
 @contextlib.contextmanager

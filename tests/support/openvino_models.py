@@ -58,10 +58,12 @@ def tiny_gguf(
     add_bos: bool = False,
     pre: str = "smollm",
     user_defined: Sequence[str] = (),
+    controls: Sequence[str] = (),
 ) -> Path:
     """A llama of ``layers`` layers whose float16 weights the engine can convert.
 
-    ``pre`` names the pre-tokenizer; ``user_defined`` are tokens found in plain text.
+    ``pre`` names the pre-tokenizer; ``user_defined`` are tokens found in plain text, ``controls``
+    are control tokens at the vocabulary's end.
     """
     writer = GGUFWriter(path, "llama")
     writer.add_name(path.stem)
@@ -76,7 +78,7 @@ def tiny_gguf(
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_add_bos_token(add_bos)
-    size = _add_vocabulary(writer, pre, user_defined)
+    size = _add_vocabulary(writer, pre, user_defined, controls)
     _add_weights(writer, size, layers, np.random.default_rng(seed))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -85,10 +87,13 @@ def tiny_gguf(
     return path
 
 
-def _add_vocabulary(writer: GGUFWriter, pre: str, user_defined: Sequence[str]) -> int:
+def _add_vocabulary(
+    writer: GGUFWriter, pre: str, user_defined: Sequence[str], controls: Sequence[str]
+) -> int:
     tokens, types, merges = vocabulary()
-    tokens += user_defined
+    tokens += [*user_defined, *controls]
     types += [int(gguf.TokenType.USER_DEFINED)] * len(user_defined)
+    types += [int(gguf.TokenType.CONTROL)] * len(controls)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
@@ -125,10 +130,12 @@ def _add_weights(writer: GGUFWriter, size: int, layers: int, random: np.random.G
             matrix(f"{name}ffn_{part}.weight", _WIDTH, _WIDTH, scale=1)
 
 
-def tiny_ir(into: Path, *, seed: int = 1, layers: int = LAYERS) -> Path:
+def tiny_ir(
+    into: Path, *, seed: int = 1, layers: int = LAYERS, controls: Sequence[str] = ()
+) -> Path:
     """The IR of ``tiny_gguf`` in the folder ``into``, which is made and answered."""
     into.mkdir(parents=True, exist_ok=True)
-    source = tiny_gguf(into / "source.gguf", seed=seed, layers=layers)
+    source = tiny_gguf(into / "source.gguf", seed=seed, layers=layers, controls=controls)
     converted(source, into)
     source.unlink()
     return into

@@ -180,7 +180,7 @@ def test_models_whose_type_is_unknown_are_listed_in_ascii(modeld, daemon, monkey
     monkeypatch.setattr(Client, "models", lambda _: [odd])
     result = modeld("models", "list", charset="ascii")
     assert result.exit_code == 0
-    assert re.search(r"^odd +1 B +llama +- +4,096", result.stdout, re.MULTILINE)
+    assert re.search(r"^odd +llama +1 B +llama +- +4,096", result.stdout, re.MULTILINE)
 
 
 def test_json_is_json_in_ascii_too(modeld, tiny, tmp_path):

@@ -143,9 +143,15 @@ def pipe(folder: Path) -> None:
     os.mkfifo(folder / "more.json")
 
 
-def vision(folder: Path) -> None:
+def vision(folder: Path, *, without: str = "") -> None:
+    """As a model that sees, of three models and one more."""
     for end in ("xml", "bin"):
         (folder / f"openvino_model.{end}").rename(folder / f"openvino_language_model.{end}")
+    for part, size in (("text_embeddings", 700), ("vision_embeddings", 900), ("resampler", 50)):
+        if part != without:
+            write_pair(folder, f"openvino_{part}_model", size, outputs="last_hidden_state")
+    if without != "preprocessor":
+        (folder / "preprocessor_config.json").write_text("{}")
 
 
 MODEL, TOKENIZER = "openvino_model", "openvino_tokenizer"
@@ -170,7 +176,14 @@ MODEL, TOKENIZER = "openvino_model", "openvino_tokenizer"
         (lambda f: write(f, "config.json", "{"), "not JSON"),
         (link_out, "config.json is a link that leads out of it"),
         (pipe, "more.json is not a regular file"),
-        (vision, "models that also see pictures"),
+        (lambda f: vision(f, without="text_embeddings"), "the model of text embeddings is missing"),
+        (lambda f: vision(f, without="vision_embeddings"), "the vision encoder is missing"),
+        (lambda f: vision(f, without="preprocessor"), "says how images are prepared"),
+        (
+            lambda f: (vision(f), truncate(f, "openvino_vision_embeddings_model.bin", 899)),
+            "truncated: openvino_vision_embeddings_model.xml needs 900",
+        ),
+        (lambda f: (vision(f), truncate(f, "openvino_resampler_model.bin", 0)), "needs 50 bytes"),
     ],
 )
 def test_a_folder_that_is_no_whole_model_leaves_nothing(
@@ -185,6 +198,15 @@ def test_a_folder_that_is_no_whole_model_leaves_nothing(
         models.import_file(folder, "m", "openvino")
     assert words in refused.value.message
     assert names_in(tmp_path) == [".lock"]
+
+
+def test_a_model_that_sees_is_imported_with_all_its_parts(models: ModelStore, folder: Path) -> None:
+    vision(folder)
+    model = models.import_file(folder)
+    assert (model.facts.model_type, model.facts.vision) == ("openvino", True)
+    assert model.facts.weights_bytes == 5000 + 700 + 900 + 50
+    assert (model.path / "openvino_resampler_model.bin").stat().st_size == 50
+    assert (model.path / "preprocessor_config.json").is_file()
 
 
 def test_links_within_the_folder_are_followed(models: ModelStore, folder: Path) -> None:

@@ -292,6 +292,13 @@ def test_a_worker_without_llguidance_says_no_and_refuses(monkeypatch: pytest.Mon
     structured.capability.cache_clear()
 
 
+def test_making_the_vocabulary_is_told_as_a_gap_where_gaps_are() -> None:
+    declared = {"load": 0.5, "evaluate": 0.25}
+    assert structured.longest_gap_s({}, 10**6) == {}
+    assert structured.longest_gap_s(declared, 1000) == declared
+    assert structured.longest_gap_s(declared, 10**6)["evaluate"] > 5.0
+
+
 def test_making_the_vocabulary_counts_as_progress() -> None:
     beats: list[float] = []
     Constraints(FakeTokenizer(), lambda: beats.append(time.monotonic()))

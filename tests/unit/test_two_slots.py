@@ -22,7 +22,7 @@ from modeld.shared.errors import (
 from modeld.shared.messages import EngineDevice, Hello, UnloadOp
 from modeld.supervisor.fleet import HeartbeatLimits, WorkerKeeper
 from modeld.supervisor.model_slot import WhatIf
-from modeld.supervisor.planning import check_kv_types
+from modeld.supervisor.planning import check_kv_types, served_types
 from modeld.supervisor.rpc.services import Services
 from tests.support.slots import GIB, MIB, Machine, Slots, make_slots
 
@@ -238,6 +238,17 @@ async def test_types_that_openvino_does_not_serve_are_refused_by_name_before_any
     check_kv_types("llama", "q8_0", "f16")
     with pytest.raises(InvalidRequest, match="flash attention"):
         check_kv_types("llama", "f16", "q8_0")
+
+
+@pytest.mark.parametrize(
+    ("k_type", "v_type", "field"), [("", "q8_0", "v_type"), ("q8_0", "", "k_type")]
+)
+def test_a_type_that_stands_for_both_is_refused_by_the_name_it_was_given_under(
+    slots: Slots, k_type: str, v_type: str, field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        served_types(slots.config, "openvino", k_type, v_type)
+    assert refused.value.metadata["field"] == field
 
 
 def test_one_type_stands_for_both_of_an_openvino_model(slots: Slots) -> None:

@@ -139,6 +139,9 @@ def _try(engine: OpenVinoEngine, request: AskRequest, device: str, told: AskAnsw
     except UnsupportedFeature as error:
         told.generates = error.message
         return
+    seen = result.capabilities.get("vision", "")
+    if result.executor == "vision" and not seen.startswith("yes"):
+        told.generates = seen.partition(": ")[2]
     ceiling = result.train_context or max(request.windows, default=0)
     for window in sorted({min(window, ceiling) for window in request.windows}):
         blocks = -(-window // BLOCK_TOKENS)

@@ -38,6 +38,7 @@ from modeld.shared.gguf_vocabulary import read_vocabulary
 from modeld.shared.ir_check import MODEL, check_folder
 from modeld.workers.memory_guard import offer_to_oom_killer
 from modeld.workers.openvino.native import PRECISION, core, words
+from modeld.workers.openvino.offsets import restore
 from modeld.workers.openvino.special_tokens import SIDECAR, SpecialTokens, of_gguf
 
 SOURCE = "source.gguf"  # the engine writes beside its input
@@ -64,6 +65,8 @@ def convert(request: ConvertRequest, tell: Tell) -> None:
     specials = _specials(source, header)
     tell(0.05)
     _run_engine(source, folder)
+    tell(0.6)
+    restore(source, header, folder)
     tell(0.7)
     _write_settings(folder, header, specials)
     try:

@@ -37,13 +37,14 @@ CAPABILITIES = {
 }
 
 
-def check(options: DecodeIn) -> None:
+def check(options: DecodeIn, executor: str = "pipeline") -> None:
     """Raises UnsupportedFeature, naming the capability, for what this executor can't do."""
+    other = ", or load the model where the paged executor serves it"
     for capability, why in _refusals(options):
         raise UnsupportedFeature(
-            f"This model runs by GenAI's pipeline, where {why}. Leave it out, or load the model "
-            "where the paged executor serves it.",
-            metadata={"capability": capability, "executor": "pipeline"},
+            f"This model runs by GenAI's pipeline, where {why}. Leave it out"
+            f"{other if executor == 'pipeline' else ''}.",
+            metadata={"capability": capability, "executor": executor},
         )
 
 

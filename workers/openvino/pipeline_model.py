@@ -92,6 +92,7 @@ class PipelineModel:
             placed=[PlacedOut(device="CPU", weights_bytes=facts.weights_bytes)],
             traits={"vocabulary": self.tokenizer.vocab_size},
             executor="pipeline",
+            kv_untouched=True,
             executor_reason=self._reason,
             longest_gap_s=self.pipeline.longest_gap_s(),
         )

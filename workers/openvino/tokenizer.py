@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from modeld.shared.errors import InvalidRequest, ModelLoadFailed, UnsupportedFeature
 from modeld.shared.ir_files import read_object
 from modeld.shared.ir_texts import ir_texts
@@ -20,6 +22,7 @@ from modeld.workers.openvino.special_tokens import SpecialTokens, classify, side
 from modeld.workers.openvino.tokenizer_graph import (
     Encoder,
     EncoderGraph,
+    Ints,
     broken,
     encoder_graph,
     with_tokenizers,
@@ -96,7 +99,7 @@ class OpenVinoTokenizer:
         try:
             self._encoder = Encoder(core, graph, places, dict(plain))
             self._check()
-        except RuntimeError as error:
+        except (RuntimeError, InvalidRequest) as error:
             raise broken(graph.name, words(error)) from None
 
     def _beginning(self, folder: Path, graph: EncoderGraph) -> tuple[int | None, bool]:
@@ -112,15 +115,19 @@ class OpenVinoTokenizer:
         if self.encode(""):
             raise broken(TOKENIZER, "it makes tokens of an empty text")
         taken = frozenset(self.controls.values())
-        for text in self.controls:
-            for around in ("", "a", " ", "\n"):
-                if not taken.isdisjoint(ids := self.encode(around + text + around)):
-                    raise UnsupportedFeature(
-                        f"This model's tokenizer can't be used: it finds control tokens in the "
-                        f"plain text {text!a} (ids {ids[:10]}), so that a message could pretend "
-                        "to be another. Use a GGUF file of the model.",
-                        metadata={"capability": "openvino.tokenizer"},
-                    )
+        # All in one go, each a text of its own; some vocabularies have thousands.
+        tried = [around + t + around for t in self.controls for around in ("", "a", " ", "\n")]
+        raws = [text.encode() for text in tried]
+        ends = np.cumsum([len(raw) for raw in raws]).tolist()
+        ids = self._encoder.encode(b"".join(raws), ends, [False] * len(ends)).tolist()
+        if found := taken.intersection(ids):
+            texts = [text for text, token in self.controls.items() if token in found]
+            raise UnsupportedFeature(
+                "This model's tokenizer can't be used: in plain text it finds the control tokens "
+                f"{texts[:5]!a}, so that a message could pretend to be another. Use a GGUF file "
+                "of the model.",
+                metadata={"capability": "openvino.tokenizer"},
+            )
         spelled = b"".join(map(self.piece, self.encode(_PROBE)))
         if spelled.removeprefix(b" ") != self._spellable(_PROBE):
             raise ModelLoadFailed(
@@ -150,12 +157,19 @@ class OpenVinoTokenizer:
             ) from None
         if len(raw) > _MAX_TEXT_BYTES:
             raise InvalidRequest.of("text", f"{len(raw)} bytes", f"at most {_MAX_TEXT_BYTES} bytes")
-        if not self._plain_raw:
-            answer: list[int] = self._encoder.encode(raw, [len(raw)], [False]).tolist()
-            return answer
-        return self._encode_parts(text)
+        try:
+            ids = self._encode_parts(text) if self._plain_raw else self._encode_whole(raw)
+        except RuntimeError as error:
+            why = words(error)
+            allowed = "text the tokenizer can take"
+            raise InvalidRequest.of("text", f"{len(raw)} bytes", allowed, why) from None
+        answer: list[int] = ids.tolist()
+        return answer
 
-    def _encode_parts(self, text: str) -> list[int]:
+    def _encode_whole(self, raw: bytes) -> Ints:
+        return self._encoder.encode(raw, [len(raw)], [False])
+
+    def _encode_parts(self, text: str) -> Ints:
         """Where some tokens are found in plain text: those, and what is between them."""
         chunks, ends, whole, at = [], [], [], 0
         for part in self._plain.split(text):
@@ -165,8 +179,7 @@ class OpenVinoTokenizer:
             chunks.append(raw)
             ends.append(at)
             whole.append(part.token is not None)
-        answer: list[int] = self._encoder.encode(b"".join(chunks), ends, whole).tolist()
-        return answer
+        return self._encoder.encode(b"".join(chunks), ends, whole)
 
     def piece(self, token: int) -> bytes:
         """The token's own bytes, a control token's text included; raises InvalidRequest.

@@ -316,7 +316,10 @@ class Encoder:
         """
         self._size = len(graph.vocabulary)
         respelled, self.uncovered = _bytes(graph)
-        respelled |= dict.fromkeys(hidden, _NOWHERE)
+        # What a merge needs stays: the library can't do without, and the check of what is found
+        # in text then says so.
+        merged, texts = _merged(graph), graph.vocabulary.as_list()
+        respelled |= {place: _NOWHERE for place in hidden if texts[place] not in merged}
         graph.vocabulary.changed(respelled).put(graph.tokenizer, 5)
         if (inputs := graph.tokenizer.get_input_size()) in (15, 18):
             _put_added(graph.tokenizer, inputs - 4, kept)
@@ -370,6 +373,19 @@ def _bytes(graph: EncoderGraph) -> tuple[dict[int, bytes], frozenset[int]]:
     return {
         place: one if one in lacking else _NOWHERE for place, one in tokens.items()
     }, frozenset()
+
+
+def _merged(graph: EncoderGraph) -> set[bytes]:
+    """The texts that merges join, and those that come of it."""
+    left = Strings.of_input(graph.tokenizer, 8, graph.name).as_list()
+    if graph.tokenizer.get_input_size() in (14, 18):
+        right = Strings.of_input(graph.tokenizer, 11, graph.name).as_list()
+    else:  # both in one text
+        pairs = [text.partition(b" ") for text in left]
+        left, right = [pair[0] for pair in pairs], [pair[2] for pair in pairs]
+    if len(left) != len(right):
+        raise broken(graph.name, f"it has {len(left)} left and {len(right)} right parts of merges")
+    return {*left, *right, *(one + other for one, other in zip(left, right, strict=True))}
 
 
 def _put_added(tokenizer: Any, place: int, kept: dict[str, int]) -> None:

@@ -27,6 +27,7 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_KV_DIGEST: _ClassVar[MissReason]
     MISS_CANNOT_TRIM: _ClassVar[MissReason]
     MISS_RECLAIMED: _ClassVar[MissReason]
+    MISS_RECOMPUTED: _ClassVar[MissReason]
 
 class StopReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -47,6 +48,7 @@ MISS_EXTENDED: MissReason
 MISS_KV_DIGEST: MissReason
 MISS_CANNOT_TRIM: MissReason
 MISS_RECLAIMED: MissReason
+MISS_RECOMPUTED: MissReason
 STOP_REASON_UNSPECIFIED: StopReason
 EOS: StopReason
 STOP_SEQUENCE: StopReason
