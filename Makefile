@@ -63,9 +63,11 @@ bench: $(VENV)/.dev $(TEST_MODEL)
 	$(BIN)/python -m bench $(BENCH_ARGS)
 	$(BIN)/python -m bench.accuracy
 
-# The reference of settings in docs/operating.md comes from the table that the daemon reads.
-docs: $(VENV)/.dev
+# The reference of settings in docs/operating.md comes from the table that the daemon reads, and
+# the comparison of the engines from what they report of the test model.
+docs: $(VENV)/.dev $(TEST_MODEL)
 	$(BIN)/python scripts/settings_doc.py docs/operating.md
+	$(BIN)/python scripts/backends_doc.py $(TEST_MODEL) docs/backends.md
 
 clean:
 	rm -rf $(VENV) .data build dist *.egg-info src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -14,7 +14,6 @@ import pytest
 from modeld.client import Client, LoadProgress, Session
 from modeld.shared.errors import (
     GenerationStale,
-    ModeldError,
     ModelQuarantined,
     SessionFatal,
     WorkerUnavailable,
@@ -24,6 +23,9 @@ from tests.support.faulting import (
     LONG_TEXT,
     DataRoot,
     answer,
+    assert_lost,
+    assert_stale,
+    caught,
     footprint,
     is_gone,
     on_every_backend,
@@ -43,31 +45,6 @@ HEARTBEAT_LIMIT_S = 2.0
 def signum(request: pytest.FixtureRequest) -> signal.Signals:
     chosen: signal.Signals = request.param
     return chosen
-
-
-def assert_lost(error: SessionFatal, signum: signal.Signals) -> str:
-    """The error of a call that ran; what it says of the cause."""
-    if signum is signal.SIGSTOP:
-        assert error.metadata["cause"] == "heartbeat"
-        assert "no heartbeat" in error.message
-    else:
-        assert error.metadata["cause"] == "native crash"
-        assert error.metadata["signal"] == signum.name
-        assert signum.name in error.message
-    return error.metadata["detail"]
-
-
-def assert_stale(error: GenerationStale, session: Session, now: int, cause: str) -> None:
-    """Both numbers and the cause, as for every handle from before the death."""
-    assert error.metadata["handle_generation"] == str(session.handle.generation)
-    assert error.metadata["slot_generation"] == str(now)
-    assert error.metadata["cause"] == cause
-
-
-def caught(kind: type[ModeldError], work: Callable[[], object]) -> ModeldError:
-    with pytest.raises(kind) as found:
-        work()
-    return found.value
 
 
 class Scene:

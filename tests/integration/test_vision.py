@@ -1,8 +1,7 @@
-"""Images through the whole product: a daemon, a vision-language model, a client, the command line."""
+"""Images through the whole product: a daemon, a model that sees, a client, the command line."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ RED, BLUE = picture((200, 30, 30), (64, 48)), picture((20, 30, 200), (64, 48))
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+def seeing_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
     folder = tmp_path_factory.mktemp("models")
     with running_daemon(backends="openvino") as daemon, daemon.client() as client:
         client.import_model(tiny_llava(folder / "llava"), name=SEEING)
@@ -41,14 +40,14 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
 
 
 @pytest.fixture
-def client(daemon: RunningDaemon) -> Iterator[Client]:
-    with daemon.client() as client:
+def seeing_client(seeing_daemon: RunningDaemon) -> Iterator[Client]:
+    with seeing_daemon.client() as client:
         yield client
 
 
 @pytest.fixture
-def session(client: Client) -> Iterator[Session]:
-    with client.open_session(SEEING, window=512) as session:
+def session(seeing_client: Client) -> Iterator[Session]:
+    with seeing_client.open_session(SEEING, window=512) as session:
         yield session
 
 
@@ -78,8 +77,12 @@ def test_a_turn_says_that_all_of_it_was_computed_anew(session: Session) -> None:
 
 def test_a_conversation_goes_on_after_an_image(session: Session) -> None:
     chat = session.chat("You see.")
-    first = chat.ask("What is it?", images=[Image.from_bytes(RED)], max_tokens=4)
-    assert first.result().final.tokens > 0
+    for text, images in (("What is it?", [Image.from_bytes(RED)]), ("And what else?", [])):
+        stream = chat.send(text, images=images, max_tokens=4)
+        assert list(stream)
+        assert stream.final is not None
+        assert stream.final.tokens > 0
+    assert len(chat.history) == 5
 
 
 def test_bad_images_and_too_many_are_refused_and_the_session_goes_on(session: Session) -> None:
@@ -98,14 +101,16 @@ def test_bad_images_and_too_many_are_refused_and_the_session_goes_on(session: Se
     assert ask(session, [], shown("What is it?", RED), 2).final.tokens > 0
 
 
-def test_images_count_against_the_window(client: Client) -> None:
+def test_images_count_against_the_window(seeing_client: Client) -> None:
+    client = seeing_client
     with client.open_session(SEEING, window=64) as session:
         with pytest.raises(ContextOverflow) as refused:
             ask(session, [], shown("a", RED, BLUE, RED, BLUE), 2)
         assert int(refused.value.metadata["requested_tokens"]) > 4 * IMAGE_TOKENS
 
 
-def test_a_model_without_eyes_refuses_images(client: Client) -> None:
+def test_a_model_without_eyes_refuses_images(seeing_client: Client) -> None:
+    client = seeing_client
     client.unload_model(force=True)
     with client.open_session(BLIND, window=512) as session:
         assert session.capabilities["vision"].answer == "no"
@@ -115,7 +120,8 @@ def test_a_model_without_eyes_refuses_images(client: Client) -> None:
     client.unload_model(force=True)
 
 
-def test_describing_it_answers_for_vision_and_plans_all_its_weights(client: Client) -> None:
+def test_describing_it_answers_for_vision_and_plans_all_its_weights(seeing_client: Client) -> None:
+    client = seeing_client
     client.unload_model(force=True)
     client.open_session(SEEING, window=512).close()
     told = client.describe(SEEING, window=512)
@@ -127,19 +133,16 @@ def test_describing_it_answers_for_vision_and_plans_all_its_weights(client: Clie
     assert found
 
 
-def test_the_command_line_shows_an_image(daemon: RunningDaemon, tmp_path: Path) -> None:
+def test_the_command_line_shows_an_image(seeing_daemon: RunningDaemon, tmp_path: Path) -> None:
     answers = []
     for name, data in (("red", RED), ("blue", BLUE), ("again", RED)):
         file = tmp_path / f"{name}.png"
         file.write_bytes(data)
+        command = ["-m", "modeld", "--data-root", str(seeing_daemon.data_root), "run", SEEING]
+        flags = ["--image", str(file), "--temperature", "0", "--max-tokens", "8", "--no-stats"]
         done = subprocess.run(
-            [sys.executable, "-m", "modeld", "--data-root", str(daemon.data_root), "run", SEEING]
-            + ["What is it?", "--image", str(file), "--temperature", "0", "--max-tokens", "8"]
-            + ["--json"],
-            capture_output=True,
-            text=True,
-            check=False,
+            [sys.executable, *command, "What is it?", *flags], capture_output=True, check=False
         )
         assert done.returncode == 0, done.stderr
-        answers.append(json.loads(done.stdout)["text"])
+        answers.append(done.stdout)
     assert answers[0] == answers[2] != answers[1]

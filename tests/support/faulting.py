@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from modeld.client import Client, DaemonStatus, Session, SlotStatus
+from modeld.shared.errors import ModeldError
 from modeld.shared.lease_record import Discovery, discover
 from tests.support.backends import BACKENDS, share_conversion
 from tests.support.daemon import MODEL, RunningDaemon, eventually
@@ -149,37 +150,42 @@ def _environment(name: str, value: str) -> Iterator[None]:
 # --- looking -----------------------------------------------------------------------------------
 
 
-def slot_of(status: DaemonStatus) -> SlotStatus:
-    return status.slots[0]
+def slot_of(status: DaemonStatus, backend: str = "") -> SlotStatus:
+    """The backend's slot; "": the first one."""
+    return next(slot for slot in status.slots if backend in ("", slot.backend))
 
 
-def slot(client: Client) -> SlotStatus:
-    return slot_of(client.status())
+def slot(client: Client, backend: str = "") -> SlotStatus:
+    return slot_of(client.status(), backend)
 
 
-def worker_pid(client: Client) -> int:
-    return slot(client).worker.pid
+def worker_pid(client: Client, backend: str = "") -> int:
+    return slot(client, backend).worker.pid
 
 
-def until_state(client: Client, state: str) -> SlotStatus:
+def until_state(client: Client, state: str, backend: str = "") -> SlotStatus:
     """Wait for the worker's state; the slot then."""
-    found: SlotStatus = eventually(
-        lambda: next(iter(s for s in client.status().slots if s.worker.state == state), None)
-    )
-    return found
+
+    def found() -> SlotStatus | None:
+        now = slot(client, backend)
+        return now if now.worker.state == state else None
+
+    there: SlotStatus = eventually(found)
+    return there
 
 
-def until_working(client: Client, operation: str) -> int:
+def until_working(client: Client, operation: str, backend: str = "") -> int:
     """Wait until the engine computes for this operation; the worker's pid.
 
     Being granted the slot isn't being at work: the worker must have used the processor since.
     """
-    eventually(lambda: slot(client).holder_operation == operation)
-    pid = worker_pid(client)
+    eventually(lambda: slot(client, backend).holder_operation == operation)
+    pid = worker_pid(client, backend)
     worker = psutil.Process(pid)
     begun_s = _used_s(worker)
     eventually(lambda: _used_s(worker) > begun_s + 0.2)
-    assert slot(client).holder_operation == operation, "it was over before it was caught"
+    caught_at_it = slot(client, backend).holder_operation == operation
+    assert caught_at_it, "it was over before it was caught"
     return pid
 
 
@@ -195,6 +201,37 @@ def raw_session(client: Client, **options: object) -> Session:
 def answer(session: Session) -> list[int]:
     """The ids of a short greedy answer to ``QUESTION``."""
     return ask(session, *QUESTION, max_tokens=ANSWER_TOKENS, ignore_eos=True).ids
+
+
+# --- what a lost worker's callers are told -----------------------------------------------------
+
+
+def caught(kind: type[ModeldError], work: Callable[[], object]) -> ModeldError:
+    with pytest.raises(kind) as found:
+        work()
+    return found.value
+
+
+def assert_lost(error: ModeldError, signum: signal.Signals) -> str:
+    """The error of a call that ran; what it says of the cause."""
+    if signum is signal.SIGSTOP:
+        assert error.metadata["cause"] == "heartbeat"
+        assert "no heartbeat" in error.message
+    else:
+        assert error.metadata["cause"] == "native crash"
+        assert error.metadata["signal"] == signum.name
+        assert signum.name in error.message
+    return error.metadata["detail"]
+
+
+def assert_stale(error: ModeldError, session: Session, now: int, cause: str) -> None:
+    """Both numbers and the cause, as for every handle from before the death."""
+    assert error.metadata["handle_generation"] == str(session.handle.generation)
+    assert error.metadata["slot_generation"] == str(now)
+    assert error.metadata["cause"] == cause
+
+
+# --- what is left behind -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ class OpenVinoEngine:
             traits={"layers": compiled.layers, "vocabulary": compiled.vocabulary},
             executor="paged",
             kv_untouched=True,
-            executor_reason=probed.capabilities["executor"].partition(": ")[2],
+            executor_reason=probed.reason,
             exact_state_types=(
                 [f"{compiled.k_type}/{compiled.v_type}"] if probed.exact_state else []
             ),

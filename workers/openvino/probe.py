@@ -40,6 +40,14 @@ class Probed:
     capabilities: dict[str, str]
     exact_state: bool  # what goes on from KV that went out and came back is bit-equal
 
+    @property
+    def reason(self) -> str:
+        """Why the paged executor serves the model."""
+        return (
+            "the block loop gave right numbers on a fixture, and this model's KV went out, back "
+            f"and on at load, {_equal(self.exact_state)}"
+        )
+
 
 def probed(model: PagedModel, vocabulary: int) -> Probed:
     """Raises what making or using a context of this model raises: then it can't be served."""
@@ -98,8 +106,6 @@ def _tried(
     same_split = bool(np.array_equal(continued(first), reference))
     kv = model.compiled.k_type
     found = {
-        "executor": "paged: the block loop gave right numbers on a fixture, and this model's KV "
-        f"went out, back and on at load, {_equal(same_back)}",
         "tail_removal": f"yes: removed and evaluated again at load, {_equal(same)}",
         "prefix_copy": f"yes: blocks shared by a second context at load, {_equal(same_shared)}",
         "state.blocks": (
