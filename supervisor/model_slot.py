@@ -328,7 +328,7 @@ class ModelSlot(SlotCore):
         known = self.planning.known_of(model.digest)
         if known.loader == "no":
             raise ModelLoadFailed(
-                f"The engine refused the model {model.name!r}. It said: {known.words}.",
+                f"The engine refused the model {model.name!r}. It said: {known.words.rstrip('.')}.",
                 metadata={
                     "cause": "engine",
                     "model": model.name,

@@ -64,6 +64,7 @@ class SessionRegistry:
         self._closed: OrderedDict[str, str] = OrderedDict()
         self._causes: OrderedDict[int, str] = OrderedDict()
         self.generation = 0
+        self.previous = 0  # this slot's before that; others may have taken numbers in between
 
     def __len__(self) -> int:
         return len(self._open)
@@ -76,7 +77,7 @@ class SessionRegistry:
         self._causes[generation] = cause
         while len(self._causes) > REMEMBERED:
             self._causes.popitem(last=False)
-        self.generation = generation
+        self.previous, self.generation = self.generation, generation
 
     def evict(self) -> None:
         """Every session is gone; their handles are of an older generation by now."""

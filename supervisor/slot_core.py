@@ -170,7 +170,7 @@ class SlotCore:
     def _fail_waiters(self, instruction: FailWaiters) -> None:
         cause = instruction.cause
         if instruction.reason == "GENERATION_STALE":
-            before = self.sessions.generation - 1
+            before = self.sessions.previous
             self.queue.fail_waiters(lambda: self.sessions.stale(before))
         elif instruction.reason == "SHUTTING_DOWN":
             self.queue.close(
@@ -255,7 +255,7 @@ class SlotCore:
             if not exclusive:
                 if self.machine.state in VACANT:
                     # The model went away between the grant and now.
-                    raise self.sessions.stale(self.sessions.generation - 1)
+                    raise self.sessions.stale(self.sessions.previous)
                 self.apply(TurnStarted(op_id))
             self.idle.began()
             try:

@@ -24,6 +24,7 @@ from tests.support.faulting import (
     DataRoot,
     answer,
     footprint,
+    on_every_backend,
     raw_session,
     settles_to,
     slot,
@@ -62,6 +63,7 @@ def vanish(gone: Client, running: Background) -> None:
         running.result()
 
 
+@on_every_backend
 def test_disconnects_in_prefill_leave_exact_numbers_and_nothing_else(
     root: DataRoot, right_answer: list[int]
 ) -> None:
@@ -99,6 +101,7 @@ def test_disconnects_in_prefill_leave_exact_numbers_and_nothing_else(
     client.close()
 
 
+@on_every_backend
 def test_disconnects_in_decode_leave_exact_numbers_and_nothing_else(
     daemon: RunningDaemon, client: Client, right_answer: list[int]
 ) -> None:
@@ -136,6 +139,7 @@ def test_disconnects_in_decode_leave_exact_numbers_and_nothing_else(
     assert slot(client).worker.restarts == 0
 
 
+@on_every_backend
 def test_a_disconnect_in_load_stops_the_load_and_the_next_open_loads(
     root: DataRoot, right_answer: list[int]
 ) -> None:
@@ -155,6 +159,7 @@ def test_a_disconnect_in_load_stops_the_load_and_the_next_open_loads(
         assert slot(client).worker.restarts == 0
 
 
+@on_every_backend
 def test_closing_a_session_stops_its_running_turn(
     daemon: RunningDaemon, client: Client, right_answer: list[int]
 ) -> None:

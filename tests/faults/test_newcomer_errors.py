@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from modeld.cli.exit_codes import Exit
-from tests.support.daemon import MODEL, REPOSITORY, RunningDaemon
-from tests.support.faulting import DataRoot, data_root
-
-
-def modeld(path: Path, *words: str, code: Exit | int, env: dict[str, str] | None = None) -> str:
-    """Run the command to its end; what it wrote. The exit status must be ``code``."""
-    done = subprocess.run(
-        [sys.executable, "-m", "modeld", "--data-root", str(path), *words],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        env={**os.environ, **(env or {})},
-        timeout=120,
-        check=False,
-    )
-    told = done.stdout + done.stderr
-    assert done.returncode == code, told
-    assert "Traceback" not in told
-    return told
+from tests.support.daemon import MODEL, RunningDaemon
+from tests.support.faulting import DataRoot, data_root, modeld
 
 
 @pytest.fixture

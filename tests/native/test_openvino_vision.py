@@ -59,11 +59,11 @@ def asked(text: str, *images: bytes) -> PromptIn:
 class VisionHarness(Harness):
     """A real engine in the place of the fake one."""
 
-    def __init__(self, folder: Path, kv_type: str = "f32") -> None:
+    def __init__(self, folder: Path, kv_type: str = "f32", window: int = 512) -> None:
         self.core = SessionCore(OpenVinoEngine())
         self.turns, self.kv_type = 0, kv_type
         load = LoadOp(
-            path=str(folder), model="m", digest="d", k_type=kv_type, v_type=kv_type, window=512,
+            path=str(folder), model="m", digest="d", k_type=kv_type, v_type=kv_type, window=window,
             max_contexts=4, threads=2, quality=True,
         )  # fmt: skip
         loaded = self.run(load)
@@ -295,6 +295,14 @@ def test_text_that_the_engine_would_take_for_more_is_refused(
         assert harness.explain(session_id).resident == 0
 
 
+def test_a_prompt_that_the_tokenizer_would_cut_is_refused(harness: VisionHarness) -> None:
+    harness.open_session("r", window=9000, prompt_format="raw")
+    with pytest.raises(ContextOverflow, match="cuts a prompt at 8192 tokens") as refused:
+        harness.turn(raw("x "), raw("y " * 4200), options(2), "r")
+    assert refused.value.metadata["effective"] == "8191"
+    assert harness.turn(raw("x "), raw("y " * 10), options(2), "r").tokens == 2
+
+
 def test_bad_images_are_refused_by_name(harness: VisionHarness) -> None:
     def refusal(suffix: PromptIn, prefix: PromptIn = EMPTY) -> ModeldError:
         with pytest.raises((InvalidRequest, UnsupportedFeature)) as refused:
@@ -403,6 +411,42 @@ def test_a_folder_that_can_not_be_run_is_refused_in_words(folder: Path, tmp_path
     (copied / "preprocessor_config.json").unlink()
     with pytest.raises(ModelLoadFailed, match=r"it has no preprocessor_config\.json"):
         VisionHarness(copied)
+
+
+def test_an_image_larger_than_the_first_window_is_seen_all_the_same(tmp_path: Path) -> None:
+    """What it takes is 256 tokens, where a window of 64 was planned."""
+    folder = tiny_llava(tmp_path / "large", image_size=224)
+    harness = VisionHarness(folder, window=64)
+    try:
+        assert "257 tokens each" in harness.result.capabilities["vision"]
+        harness.open_session(window=64)
+        with pytest.raises(ContextOverflow) as refused:
+            harness.turn(EMPTY, asked("look", noise(1)), options(2))
+        assert int(refused.value.metadata["requested_tokens"]) > 257
+        harness.open_session("b", window=320)
+        one, other = (harness.ids(asked("look", noise(seed)), 16, "b") for seed in (1, 2))
+        assert one != other
+    finally:
+        harness.core.close()
+
+
+def test_a_beginning_of_text_token_is_handed_over_once(folder: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "m"
+    shutil.copytree(folder, copied)
+    said = {"add_bos_token": True, "bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    (copied / "tokenizer_config.json").write_text(json.dumps(said))
+    harness = VisionHarness(copied)
+    try:
+        assert harness.result.add_bos
+        for prompt_format, suffix in (("raw", raw("ab")), ("chat", asked("ab", noise(1)))):
+            harness.open_session(prompt_format, prompt_format=prompt_format)
+            op = FakeOp()
+            final = harness.turn(EMPTY, suffix, options(2), prompt_format, op=op)
+            told = op.of(Status)[-1]
+            assert final.prefilled == told.prefix + told.suffix
+            assert prompt_format == "chat" or final.prefilled == 3
+    finally:
+        harness.core.close()
 
 
 # --- facts about the engine -----------------------------------------------------------------------

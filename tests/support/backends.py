@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +62,9 @@ def converted_root(model: Path, root: Path) -> Path:
         pass
 
     stored = ModelStore(root).import_file(model, name="model", model_type="openvino")
-    return asyncio.run(Conversions(root).ensure(stored, ignore))
+    with ThreadPoolExecutor(1) as apart:  # a fixture of an async test is made inside its loop
+        convert = apart.submit(lambda: asyncio.run(Conversions(root).ensure(stored, ignore)))
+        return convert.result()
 
 
 def share_conversion(folder: Path, data_root: Path) -> None:

@@ -11,6 +11,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,11 +21,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from modeld.cli.exit_codes import Exit
 from modeld.client import Client, DaemonStatus, Session, SlotStatus
 from modeld.shared.errors import ModeldError
 from modeld.shared.lease_record import Discovery, discover
 from tests.support.backends import BACKENDS, share_conversion
-from tests.support.daemon import MODEL, RunningDaemon, eventually
+from tests.support.daemon import MODEL, REPOSITORY, RunningDaemon, eventually
 from tests.support.product import ask
 
 FAULTS = "MODELD_FAULTS"
@@ -145,6 +148,26 @@ def _environment(name: str, value: str) -> Iterator[None]:
         os.environ.pop(name, None)
         if before is not None:
             os.environ[name] = before
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def modeld(path: Path, *words: str, code: Exit | int, env: dict[str, str] | None = None) -> str:
+    """Run the command to its end; what it wrote. The exit status must be ``code``."""
+    done = subprocess.run(
+        [sys.executable, "-m", "modeld", "--data-root", str(path), *words],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, **(env or {})},
+        timeout=120,
+        check=False,
+    )
+    told = done.stdout + done.stderr
+    assert done.returncode == code, told
+    assert "Traceback" not in told
+    return told
 
 
 # --- looking -----------------------------------------------------------------------------------

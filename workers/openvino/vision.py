@@ -57,7 +57,7 @@ class Told:
 
     evaluated: int  # of the prompt, images included
     sampled: int
-    score: float  # sum of the sampled tokens' log-probabilities; 0.0 where it isn't told
+    score: float  # the sampled tokens' log-probabilities together; 0.0 where they weren't asked for
 
 
 class VisionPipeline:
@@ -129,7 +129,7 @@ class VisionPipeline:
 
     def whole(self, text: str, images: Sequence[Pixels], most: int) -> tuple[list[int], Told]:
         """The likeliest ``most`` tokens after a prompt. Raises DoesNotFit, and SessionFatal."""
-        config = genai.GenerationConfig(max_new_tokens=most, ignore_eos=True)
+        config = genai.GenerationConfig(max_new_tokens=most, ignore_eos=True, logprobs=1)
         run = self.start(text, images, config)
         tokens = []
         try:
@@ -291,9 +291,9 @@ class VisionContext:
     def reread(self, prompt: Prompted, answer: str) -> None:
         """See the protocol."""
         if not self._model.sees:  # else that was checked when the prompt was assembled
-            self._model.check(prompt)
-        text = self._model.handed(prompt) + answer
-        self._expected = self._model.count(text, prompt.images)
+            self._model.prompts.check(prompt)
+        text = self._model.prompts.handed(prompt) + answer
+        self._expected = self._model.prompts.count(text, prompt.images)
         self._text, self._images = text, prompt.images
         if self._expected > self.window:
             raise ContextOverflow(

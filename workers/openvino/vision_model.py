@@ -1,7 +1,7 @@
 """What the engine holds while a vision-language model is loaded, and what it reports of it.
 
-Owns how a prompt is handed over as text, how many tokens its images take, and the proof that the
-model sees. Knows no sessions or policy.
+Owns how many tokens an image takes, the proof that the model sees, and the size of the cache. Knows
+no sessions or policy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from modeld.shared.errors import (
     ModeldError,
     ModelLoadFailed,
     SessionFatal,
-    UnsupportedFeature,
 )
 from modeld.shared.ir_files import read_object
 from modeld.shared.ir_texts import IrTexts
@@ -46,26 +45,37 @@ from modeld.workers.openvino.tokenizer import OpenVinoTokenizer
 from modeld.workers.openvino.vision import (
     EXECUTOR,
     DoesNotFit,
+    Told,
     VisionContext,
     VisionPipeline,
 )
+from modeld.workers.openvino.vision_prompts import Handover
 from modeld.workers.prompt import PromptAssembler
 from modeld.workers.template import ChatTemplate
 
 if TYPE_CHECKING:
-    from modeld.workers.images import Pixels, PlacedImage, Prompted
+    from modeld.workers.images import Pixels
 
 # Where no session is planned yet. The cache grows for a larger one: the model is loaded anew.
 FIRST_WINDOW = 512  # tokens
 IMAGE_TOKEN_KEYS = ("image_token_index", "image_token_id")  # in config.json
 # Whose configuration fixes the size to which every image is brought.
 FIXED_SIZE = frozenset({"llava"})
-TAG = "<ov_genai_"  # of GenAI's own tags for images, video and sound
-TRIED_SIZES = ((48, 48), (40, 160), (160, 40))  # height, width
-TRIED_TOKENS = 8  # of an answer
+TRIED_SIZE, OTHER_SIZES = (48, 48), ((40, 160), (160, 40))  # height, width
+TRIED_TOKENS = 4  # of an answer
+SAME_SCORE = 1e-3  # of log-probabilities: less is rounding
+MOST_TRIED = 1 << 13  # tokens, where the model doesn't say what it is made for
 MAX_KNOWN_SIZES = 1024
-LONG_TOKENS = 1 << 15  # of a text that shows where the tokenizer cuts
 GAPS_S = {"load": 1.0, "evaluate": 0.5, "copy": 0.25, "tokenize": 0.5}
+_UNSERVED = (
+    "cold_store",
+    "embed",
+    "overflow.evict",
+    "layout.batched",
+    "fork",
+    "snapshot",
+    "durable",
+)
 _QUESTION = "What is in this picture?"
 _RECOMPUTED = "no: recomputed at each turn; GenAI's vision pipeline keeps nothing that can be told"
 
@@ -101,7 +111,6 @@ class VisionModel:
         self.request, self.texts = request, texts
         self._facts, self._threads, self._guard = facts, threads, guard
         self.tokenizer = OpenVinoTokenizer(folder, core(), _vocabulary(folder))
-        self._controls = frozenset(self.tokenizer.controls.values())
         step(0.2)
         window = request.window or min(facts.model_max or FIRST_WINDOW, FIRST_WINDOW)
         self.pipeline = VisionPipeline(
@@ -113,10 +122,8 @@ class VisionModel:
         self._sizes: dict[tuple[int, int], int] = {}
         self._fixed = 0  # tokens of every image
         self._sample: _Sample | None = None
-        self._adds_bos = False
         try:
-            self._adds_bos = self._finds_bos()
-            self._longest = self._finds_cut()
+            self.prompts = Handover(self.pipeline, self.tokenizer, texts.bos_text, self._marker)
             self._sees = self._tried(config.get("model_type"), step)
         except (SessionFatal, DoesNotFit) as error:
             raise ModelLoadFailed(
@@ -134,92 +141,7 @@ class VisionModel:
         """How it takes images; None where it wasn't seen to."""
         if not self.sees:
             return None
-        return Vision(self._marker, self.image_tokens, by_text=True, check=self.check)
-
-    # --- prompts -------------------------------------------------------------------------------
-
-    def check(self, prompt: Prompted) -> None:
-        """Whether the engine reads a prompt as it was assembled.
-
-        Raises InvalidRequest for a text that it would take for control tokens or images, and
-        ContextOverflow for one that its tokenizer cuts.
-        """
-        text = self.handed(prompt)
-        found = self._encoded(text, prompt.images)
-        ours = [token for token in prompt.tokens if token >= 0]
-        if self._adds_bos:
-            ours = ours[1:]
-        if found == ours:
-            return
-        controls = self._controls
-        if [t for t in found if t in controls] != [t for t in ours if t in controls]:
-            raise InvalidRequest(
-                "The prompt contains the text of one of the model's control tokens where the chat "
-                "template didn't write it, and this model's engine finds them in text. Remove or "
-                "break up that text.",
-                metadata={
-                    "field": "prompt",
-                    "value": "",
-                    "allowed": "content without control-token text",
-                },
-            )
-        at = next((i for i, (a, b) in enumerate(zip(found, ours, strict=False)) if a != b), -1)
-        raise UnsupportedFeature(
-            f"GenAI's tokenizer makes {len(found)} tokens of this prompt and the model's own "
-            f"{len(ours)}" + (f", different from token {at} on" if at >= 0 else "") + ". The "
-            "prompt can't be served as it was counted: change its text.",
-            metadata={"capability": "openvino.tokenizer", "executor": EXECUTOR},
-        )
-
-    def handed(self, prompt: Prompted) -> str:
-        """The text to hand over: the engine puts the beginning-of-text token first by itself, or
-        finds its text.
-        """
-        text, bos, bos_text = prompt.text, self.tokenizer.bos, self.texts.bos_text
-        begins = bool(prompt.tokens) and bos is not None and prompt.tokens[0] == bos
-        written = bool(bos_text) and text.startswith(bos_text)
-        if self._adds_bos:
-            if not begins:
-                raise UnsupportedFeature(
-                    "This model's engine begins every prompt with the beginning-of-text token, "
-                    "and this one is meant without it.",
-                    metadata={"capability": "openvino.tokenizer", "executor": EXECUTOR},
-                )
-            return text.removeprefix(bos_text) if written else text
-        return bos_text + text if begins and not written else text
-
-    def count(self, text: str, images: Sequence[PlacedImage]) -> int:
-        """Tokens of what is handed over. Raises as ``check`` does for its text."""
-        tokens = len(self._encoded(text, images))
-        return tokens + self._adds_bos + sum(len(image.ids) for image in images)
-
-    def _pieces(self, text: str, images: Sequence[PlacedImage]) -> list[str]:
-        """The text between images."""
-        pieces = text.split(self._marker) if self._marker else [text]
-        if len(pieces) != len(images) + 1 or any(TAG in piece for piece in pieces):
-            raise InvalidRequest(
-                "The prompt contains the text by which the model's engine finds images. Remove or "
-                "break up that text.",
-                metadata={
-                    "field": "prompt",
-                    "value": "",
-                    "allowed": f"text without {self._marker or TAG} and {TAG}",
-                },
-            )
-        return pieces
-
-    def _encoded(self, text: str, images: Sequence[PlacedImage]) -> list[int]:
-        """The engine's ids of the text around the images."""
-        encode = self.pipeline.encode
-        ids = [token for piece in self._pieces(text, images) if piece for token in encode(piece)]
-        total = len(ids) + sum(len(image.ids) for image in images)
-        if self._longest and total >= self._longest:
-            raise ContextOverflow(
-                f"The model's tokenizer cuts a prompt at {self._longest} tokens without a word, "
-                f"and this one comes to {total} or more. Send a shorter one.",
-                metadata={"requested_tokens": total, "effective": self._longest - 1},
-            )
-        return ids
+        return Vision(self._marker, self.image_tokens, by_text=True, check=self.prompts.check)
 
     # --- images --------------------------------------------------------------------------------
 
@@ -254,25 +176,6 @@ class VisionModel:
 
     # --- tried at load -------------------------------------------------------------------------
 
-    def _finds_bos(self) -> bool:
-        """Whether the engine puts a beginning-of-text token before what it is given."""
-        text = "a b"
-        _, told = self.pipeline.whole(text, [], 1)
-        more = told.evaluated - len(self.pipeline.encode(text))
-        if more not in (0, 1) or (more and not self.tokenizer.add_bos):
-            raise UnsupportedFeature(
-                f"GenAI puts {more} tokens before a prompt that the model's own tokenizer doesn't. "
-                "Export the model again with its own tokenizer.",
-                metadata={"capability": "openvino.tokenizer", "executor": EXECUTOR},
-            )
-        return more == 1
-
-    def _finds_cut(self) -> int:
-        """At how many tokens the engine's tokenizer cuts a text; 0: not below ``LONG_TOKENS``."""
-        text = "a b " * (LONG_TOKENS // 2)
-        ids = self.pipeline.encode(text)
-        return len(ids) if len(ids) < len(self.tokenizer.encode(text)) else 0
-
     def _tried(self, model_type: Any, step: Callable[[float], None]) -> str:
         """``yes: …`` where other images gave another answer, and equal ones the same."""
         if not self._marker:
@@ -282,28 +185,50 @@ class VisionModel:
         except ModeldError as error:
             return f"no: {error.message}"
         try:
-            counts = [self.image_tokens(_blank(size)) for size in TRIED_SIZES]
+            answers = self._answers(step)
         except ContextOverflow as error:
             return f"no: {error.message}"
-        if min(counts) < 1:
-            return f"no: an image adds {min(counts)} tokens to a prompt"
-        step(0.6)
-        answers = [
-            self.pipeline.whole(self._sample.text, [_noise(seed)], TRIED_TOKENS)
-            for seed in (1, 1, 2)
-        ]
-        seen = [(tokens, told.score) for tokens, told in answers]
-        if seen[0] != seen[1]:
+        counts = {told.evaluated - self._sample.tokens for _, told in answers}
+        if len(counts) > 1 or min(counts) < 1:
+            return f"no: an image adds {min(counts)} to {max(counts)} tokens to a prompt"
+        first, again, other = answers
+        if _differ(first, again):
             return "no: equal images gave different answers in a try"
-        if seen[0] == seen[2]:
-            return "no: another image gave the same answer in a try"
-        fixed = model_type in FIXED_SIZE and len(set(counts)) == 1
-        self._fixed = counts[0] if fixed else 0
-        how = f"{counts[0]} tokens each" if fixed else "as many tokens as their size makes"
+        if not _differ(first, other):
+            return "no: another image gave the same answer in a try, as likely as before"
+        how = "as many tokens as their size makes"
+        if model_type in FIXED_SIZE:
+            counts |= {self._measured(size) for size in OTHER_SIZES}
+            if len(counts) == 1:
+                self._fixed = min(counts)
+                how = f"{self._fixed} tokens each"
         return (
             "yes: tried at load: equal images gave the same answer, another one a different "
-            f"{'answer' if seen[0][0] != seen[2][0] else 'probability'}; {how}"
+            f"{'answer' if first[0] != other[0] else 'probability'}; {how}"
         )
+
+    def _answers(self, step: Callable[[float], None]) -> list[tuple[list[int], Told]]:
+        """To one image twice and to another one. The cache grows where an image needs that."""
+        assert self._sample is not None
+        answers = []
+        for number, seed in enumerate((1, 1, 2)):
+            step(0.55 + 0.05 * number)
+            answers.append(self._grown(self._sample.text, [_noise(seed)], TRIED_TOKENS))
+        return answers
+
+    def _grown(self, text: str, images: Sequence[Pixels], most: int) -> tuple[list[int], Told]:
+        while True:
+            try:
+                return self.pipeline.whole(text, images, most)
+            except DoesNotFit:
+                limit = _blocks(self._facts.model_max or MOST_TRIED)
+                if self.pipeline.blocks >= limit:
+                    raise ContextOverflow(
+                        f"an image takes more than {self.pipeline.tokens} tokens, all that the "
+                        "model is made for",
+                        metadata={"effective": self.pipeline.tokens},
+                    ) from None
+                self.pipeline.grow(min(2 * self.pipeline.blocks, limit))
 
     def _sampled(self) -> _Sample:
         """A prompt with an image as the model's own template makes it."""
@@ -314,12 +239,12 @@ class VisionModel:
         special = {"bos_token": self.texts.bos_text, "eos_token": self.texts.eos_text}
         template = ChatTemplate(self.texts.template, special)
         vision = Vision(self._marker, by_text=True)
-        image = ImageIn(data=_png(_blank(TRIED_SIZES[0])), mime_type="image/png")
+        image = ImageIn(data=_png(_blank(TRIED_SIZE)), mime_type="image/png")
         message = Message(role="user", text=_QUESTION, images=[image])
         assembled = PromptAssembler(self.tokenizer, template, "chat", vision).assemble(
             PromptIn(segments=[]), PromptIn(segments=[SegmentIn(message=message)]), {}
         )
-        return _Sample(self.handed(assembled), len(assembled.tokens) - 1)
+        return _Sample(self.prompts.handed(assembled), len(assembled.tokens) - 1)
 
     # --- what the engine holds -----------------------------------------------------------------
 
@@ -376,8 +301,9 @@ class VisionModel:
 
     def capabilities(self) -> dict[str, str]:
         """Name → ``"yes: evidence"``, ``"no: …"`` or ``"unknown: …"``."""
-        kv_type, cut = self.request.k_type, self._longest
+        kv_type, cut = self.request.k_type, self.prompts.longest
         return {
+            **dict.fromkeys(_UNSERVED, "no: not served yet"),
             "executor": f"{EXECUTOR}: GenAI's vision-language pipeline, tried at load",
             "vision": self._sees,
             "recompute": "yes: every answer evaluates its whole prompt, text and images",
@@ -404,6 +330,11 @@ class VisionModel:
     def close(self) -> None:
         """Free it. Idempotent."""
         self.pipeline.close()
+
+
+def _differ(one: tuple[list[int], Told], other: tuple[list[int], Told]) -> bool:
+    """Whether two answers do, or else how likely they are."""
+    return one[0] != other[0] or abs(one[1].score - other[1].score) > SAME_SCORE
 
 
 def _blocks(window: int) -> int:
@@ -439,7 +370,7 @@ def _blank(size: tuple[int, int]) -> Pixels:
 
 def _noise(seed: int) -> Pixels:
     random = np.random.default_rng(seed)
-    return random.integers(0, 256, (1, *TRIED_SIZES[0], 3)).astype(np.uint8)
+    return random.integers(0, 256, (1, *TRIED_SIZE, 3)).astype(np.uint8)
 
 
 def _png(pixels: Pixels) -> bytes:

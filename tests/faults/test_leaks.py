@@ -1,0 +1,132 @@
+"""The OpenVINO worker and its supervisor after many loads, sessions, cancels and kills.
+
+Descriptors and threads are as many as after the first round. Memory of a process's own may go up
+and down with its allocator, by ``SLACK_BYTES``, and doesn't grow with the rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from modeld.client import Client
+from modeld.client.errors import DeadlineExceeded
+from modeld.shared.host_memory import anonymous_bytes
+from tests.support.daemon import RunningDaemon, eventually
+from tests.support.faulting import data_root, slot, until_state, worker_pid
+from tests.support.keeping import kept, until
+from tests.support.openvino_models import tiny_gguf
+from tests.support.product import ask
+
+SLACK_BYTES = 8 * 1024 * 1024
+MODEL = "smol"
+LONG = "One stone bridge. " * 100
+
+
+@dataclass(frozen=True)
+class Counted:
+    descriptors: int
+    threads: int
+
+
+def counted(pid: int) -> Counted:
+    process = psutil.Process(pid)
+    return Counted(process.num_fds(), process.num_threads())
+
+
+def own_bytes(pid: int) -> int:
+    found = anonymous_bytes(pid)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+    gguf = tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf", layers=4)
+    with data_root(gguf, backend="openvino") as root:
+        # Each part of a prefill takes a while, so that a cancel finds it at work.
+        yield root.start(n_ubatch=64, faults="prefill:slow=0.02")
+
+
+@pytest.fixture(scope="module")
+def client(daemon: RunningDaemon) -> Iterator[Client]:
+    with daemon.client() as connected:
+        until_state(connected, "IDLE")
+        yield connected
+
+
+def leaves_nothing(daemon: RunningDaemon, client: Client, rounds: int, work: Callable[[], object]) -> None:
+    """Compare after the first three rounds, which fill what is kept, and after all of them."""
+    pids = (daemon.process.pid, worker_pid(client))
+    for _ in range(3):
+        work()
+    # What gRPC made for these calls may come and go: the baseline is when nothing runs.
+    before = [counted(pid) for pid in pids]
+    sizes: list[list[int]] = []
+    for _ in range(rounds - 3):
+        work()
+        sizes.append([own_bytes(pid) for pid in pids])
+    eventually(lambda: [counted(pid) for pid in pids] == before)
+    half = len(sizes) // 2
+    for who in range(2):
+        early = max(size[who] for size in sizes[:half])
+        late = min(size[who] for size in sizes[half:])
+        assert late <= early + SLACK_BYTES // 4, (who, sizes)  # it doesn't grow
+        assert max(size[who] for size in sizes) <= sizes[0][who] + SLACK_BYTES, (who, sizes)
+    assert worker_pid(client) == pids[1]
+
+
+def test_loading_and_unloading(daemon: RunningDaemon, client: Client) -> None:
+    def work() -> None:
+        client.load_model(MODEL)
+        with client.open_session(MODEL, window=512, prompt_format="raw") as session:
+            assert len(ask(session, "One, two,", " three,").ids) == 8
+        client.unload_model(force=True)
+
+    leaves_nothing(daemon, client, 10, work)
+
+
+def test_opening_and_closing_sessions(daemon: RunningDaemon, client: Client) -> None:
+    def work() -> None:
+        with client.open_session(MODEL, window=512, prompt_format="raw") as session:
+            session.ensure_prefix("One, two, three")
+
+    leaves_nothing(daemon, client, 50, work)
+    assert client.sessions() == []
+
+
+def test_prefills_that_are_cancelled(daemon: RunningDaemon, client: Client) -> None:
+    numbers = iter(range(100))
+    with client.open_session(MODEL, window=4096, prompt_format="raw") as session:
+        told: list[int] = []
+
+        def work() -> None:
+            text = f"{next(numbers)} {LONG}"  # shares nothing with the last one
+            with pytest.raises(DeadlineExceeded):
+                session.ensure_prefix(text, timeout=0.2)
+            eventually(lambda: not slot(client).holder_operation)
+            told.append(session.explain().resident)
+
+        leaves_nothing(daemon, client, 30, work)
+        assert any(told), "no prefill was caught after its first part"
+
+
+async def test_killing_the_worker(tmp_path: Path) -> None:
+    # ``kept`` proves that no descriptor and no child is left at the end.
+    async with kept(tmp_path, module="modeld.workers.openvino") as k:
+        threads, size = 0, 0
+        for count in range(20):
+            await k.keeper.ready(None)
+            if count == 3:
+                threads, size = psutil.Process().num_threads(), own_bytes(os.getpid())
+            os.kill(k.keeper.pid or 0, (signal.SIGKILL, signal.SIGSEGV)[count % 2])
+            await until(lambda: len(k.deaths) == count + 1)
+        await k.keeper.ready(None)
+        assert psutil.Process().num_threads() == threads
+        assert own_bytes(os.getpid()) <= size + SLACK_BYTES
