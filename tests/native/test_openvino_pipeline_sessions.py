@@ -10,7 +10,7 @@ import pytest
 from modeld.shared.errors import UnsupportedFeature
 from modeld.shared.messages import LoadOp, LoadResult, OpenOp, OpenResult, Status
 from modeld.workers.core import SessionCore
-from modeld.workers.openvino import engine as openvino_engine
+from modeld.workers.openvino import paged_served
 from modeld.workers.openvino.engine import EXECUTOR_VARIABLE, OpenVinoEngine
 from modeld.workers.openvino.graph import NotPaged
 from tests.support.core_harness import FakeOp, Harness, options, raw
@@ -183,7 +183,7 @@ def test_a_model_that_cannot_be_driven_by_blocks_is_served_all_the_same(
     def to_paged(model: object) -> bool:
         raise NotPaged("it keeps state of its own")
 
-    monkeypatch.setattr(openvino_engine, "to_paged", to_paged)
+    monkeypatch.setattr(paged_served, "to_paged", to_paged)
     harness = PipelineHarness(folder)
     try:
         assert harness.result.executor == "pipeline"

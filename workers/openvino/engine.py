@@ -23,27 +23,23 @@ from modeld.shared.errors import (
     ModeldError,
     ModelLoadFailed,
     ModelNotActive,
-    SessionFatal,
     UnsupportedFeature,
 )
 from modeld.shared.host_memory import host_memory
 from modeld.shared.ir_embedding import embeds
 from modeld.shared.ir_facts import ir_facts
 from modeld.shared.ir_texts import IrTexts, ir_texts
-from modeld.shared.messages import EngineDevice, Hello, LoadOp, LoadResult, PlacedOut
+from modeld.shared.messages import EngineDevice, Hello, LoadOp, LoadResult
 from modeld.workers import threads
 from modeld.workers.embedding import Embedded, not_embedding
 from modeld.workers.engine import Cancelled, EngineContext, ReportProgress
 from modeld.workers.images import Vision
 from modeld.workers.memory_guard import MemoryGuard
-from modeld.workers.openvino import adapters, probe
-from modeld.workers.openvino.blocks import BLOCK_TOKENS, BlockPool
+from modeld.workers.openvino.blocks import BLOCK_TOKENS
 from modeld.workers.openvino.embedding_model import EmbeddingModel
-from modeld.workers.openvino.graph import NotPaged, compile_paged, read_model, to_paged
 from modeld.workers.openvino.native import build, core, words
-from modeld.workers.openvino.paged import CHUNK_TOKENS, PagedModel
+from modeld.workers.openvino.paged_served import GAPS_S, PagedServed
 from modeld.workers.openvino.pipeline_model import PipelineModel
-from modeld.workers.openvino.proof import paged_loop_works
 from modeld.workers.openvino.tokenizer import OpenVinoTokenizer
 from modeld.workers.openvino.vision_model import VisionModel
 
@@ -56,25 +52,8 @@ EXECUTOR_VARIABLE = "MODELD_OPENVINO_EXECUTOR"
 # plugin's own layout (2.4 times were measured on SmolLM2-135M, 5 times for weights in f16). Less
 # than this is refused outright; the bound that the guard sets catches the rest.
 REPACKED = 1.25
-# Every native call releases the GIL, but the graph's surgery is Python and holds it in pieces of
-# up to 0.25 s. The rest is room for a loaded machine.
-GAPS_S = {"load": 1.0, "evaluate": 0.25, "copy": 0.25, "tokenize": 0.25, "embed": 0.5}
 
-
-class _Loaded:
-    """A model that is loaded, with what was found out about it."""
-
-    def __init__(
-        self,
-        request: LoadOp,
-        facts: ModelFacts,
-        texts: IrTexts,
-        tokenizer: OpenVinoTokenizer,
-        paged: PagedModel,
-        threads: int,
-    ) -> None:
-        self.request, self.facts, self.texts = request, facts, texts
-        self.tokenizer, self.paged, self.threads = tokenizer, paged, threads
+Served = PagedServed | PipelineModel | VisionModel | EmbeddingModel
 
 
 class OpenVinoEngine:
@@ -82,9 +61,7 @@ class OpenVinoEngine:
 
     def __init__(self, guard: MemoryGuard | None = None) -> None:
         self._guard = guard or MemoryGuard()
-        self._loaded: _Loaded | None = None
-        self._embedding: EmbeddingModel | None = None  # in the place of the other
-        self._piped: PipelineModel | VisionModel | None = None  # likewise
+        self._loaded: Served | None = None
 
     def hello(self) -> Hello:
         """Brings the library up."""
@@ -127,51 +104,16 @@ class OpenVinoEngine:
                 {"weights": int(facts.weights_bytes * REPACKED)},
                 "Free memory, or choose a smaller model or quantisation.",
                 more={"model": request.model},
+                untouched_bytes=host_memory().total_bytes,  # a pool's address space
             ):
                 step(0.05)
-                if embeds(facts):
-                    adapters.refuse(request.adapters, "an embedding model")
-                    self._embedding = EmbeddingModel(
-                        request,
-                        facts,
-                        device=device,
-                        threads=chosen,
-                        guard=self._guard,
-                        step=step,
-                    )
-                    step(0.8)
-                    return self._embedding.result(time.monotonic() - began, GAPS_S)
-                if facts.vision:
-                    self._piped = VisionModel(
-                        request,
-                        facts,
-                        texts,
-                        device=device,
-                        threads=chosen,
-                        guard=self._guard,
-                        step=step,
-                    )
-                    step(0.8)
-                    return self._piped.result(time.monotonic() - began)
-                paged, why_not = self._paged_or_why(request, folder, device, chosen, step)
-                if paged is None:
-                    self._piped = PipelineModel(
-                        request,
-                        facts,
-                        texts,
-                        why_not,
-                        device=device,
-                        threads=chosen,
-                        guard=self._guard,
-                        step=step,
-                    )
-                    step(0.8)
-                    return self._piped.result(time.monotonic() - began)
-            tokenizer = OpenVinoTokenizer(folder, core(), paged.compiled.vocabulary)
-            self._loaded = _Loaded(request, facts, texts, tokenizer, paged, chosen)
+                self._loaded = self._made(
+                    request, facts, texts, device=device, threads=chosen, step=step
+                )
             step(0.8)
-            probed = self._probed(self._loaded)
-            return self._result(self._loaded, probed, time.monotonic() - began)
+            if isinstance(self._loaded, PagedServed):
+                self._loaded.prove()
+            return self._loaded.result(time.monotonic() - began)
         except ModeldError:
             self.unload()
             raise
@@ -179,130 +121,66 @@ class OpenVinoEngine:
             self.unload()
             raise _engine_refusal(request, error) from None
 
-    def _paged_or_why(
-        self, request: LoadOp, folder: Path, device: str, threads: int, step: Any
-    ) -> tuple[PagedModel | None, str]:
-        """The paged executor, or None and why GenAI's pipeline is to run the model."""
-        if os.environ.get(EXECUTOR_VARIABLE) == "pipeline":
-            return None, f"{EXECUTOR_VARIABLE} asks for it"
-        try:
-            return self._build(request, folder, device, threads, step), ""
-        except UnsupportedFeature as error:
-            if request.adapters:  # only the paged executor applies them
-                raise
-            log.warning("the paged executor can't run this model: %s", error.message)
-            return None, error.message
-
-    def _build(
-        self, request: LoadOp, folder: Path, device: str, threads: int, step: Any
-    ) -> PagedModel:
-        if not (works := paged_loop_works()):
-            raise UnsupportedFeature(
-                f"The paged executor doesn't work with this OpenVINO: {works.reason}.",
-                metadata={"capability": "generate"},
-            )
-        model = read_model(folder)
-        step(0.2)
-        try:
-            selects = to_paged(model)
-            applied = adapters.apply(model, request.adapters)
-            step(0.4)
-            compiled = compile_paged(
-                model, selects, device=device, kv_type=request.k_type, threads=threads
-            )
-        except NotPaged as error:
-            raise UnsupportedFeature(
-                f"The model {request.model!r} can't be served for generation: {error}.",
-                metadata={"capability": "generate", "model": request.model},
-            ) from None
-        _check_read_back(request, compiled.k_type, compiled.v_type)
-        block = sum(port.block_bytes for port in compiled.ports)
-        # Address space for as many blocks as the machine could ever hold.
-        pool = BlockPool(compiled.ports, max(1, host_memory().total_bytes // block))
-        return PagedModel(compiled, pool, min(request.n_ubatch, CHUNK_TOKENS), applied)
-
-    def _probed(self, loaded: _Loaded) -> probe.Probed:
-        try:
-            return probe.probed(loaded.paged, loaded.tokenizer.vocab_size)
-        except SessionFatal as error:
-            raise ModelLoadFailed(
-                f"The model {loaded.request.model!r} loads but doesn't compute: {error.message}",
-                metadata={"cause": "probe", "model": loaded.request.model},
-            ) from None
-
-    def _result(self, loaded: _Loaded, probed: probe.Probed, seconds: float) -> LoadResult:
-        facts, compiled = loaded.facts, loaded.paged.compiled
-        return LoadResult(
-            description=f"{facts.architecture or 'unknown'} IR {facts.quantization}".strip(),
-            vocab=compiled.vocabulary,
-            train_context=facts.model_max,
-            weights_bytes=facts.weights_bytes,
-            add_bos=loaded.tokenizer.add_bos,
-            template_digest=loaded.texts.digest,
-            template_supports_tools=False,  # known only by rendering, which isn't done here
-            threads=loaded.threads,
-            capabilities=probed.capabilities,
-            seconds=seconds,
-            placed=[PlacedOut(device="CPU", weights_bytes=facts.weights_bytes)],
-            traits={"layers": compiled.layers, "vocabulary": compiled.vocabulary},
-            executor="paged",
-            kv_untouched=True,
-            executor_reason=probed.reason,
-            exact_state_types=(
-                [f"{compiled.k_type}/{compiled.v_type}"] if probed.exact_state else []
-            ),
-            longest_gap_s=GAPS_S,
-        )
+    def _made(
+        self,
+        request: LoadOp,
+        facts: ModelFacts,
+        texts: IrTexts,
+        *,
+        device: str,
+        threads: int,
+        step: Callable[[float], None],
+    ) -> Served:
+        """What runs a model of this kind. Raises as its constructor does."""
+        how: dict[str, Any] = {
+            "device": device, "threads": threads, "guard": self._guard, "step": step,
+        }  # fmt: skip
+        if embeds(facts):
+            return EmbeddingModel(request, facts, texts, **how)
+        if facts.vision:
+            return VisionModel(request, facts, texts, **how)
+        why = f"{EXECUTOR_VARIABLE} asks for it"
+        if os.environ.get(EXECUTOR_VARIABLE) != "pipeline":
+            try:
+                return PagedServed(request, facts, texts, **how)
+            except UnsupportedFeature as error:
+                if request.adapters or error.metadata.get("capability") != "generate":
+                    raise  # only the paged executor applies adapters
+                why = error.message
+                log.warning("the paged executor can't run this model: %s", why)
+        return PipelineModel(request, facts, texts, why, **how)
 
     def unload(self) -> None:
         """See ``Engine``."""
         loaded, self._loaded = self._loaded, None
-        embedding, self._embedding = self._embedding, None
-        piped, self._piped = self._piped, None
-        if loaded is not None:
-            loaded.paged.close()
-        elif embedding is not None:
-            embedding.close()
-        elif piped is not None:
-            piped.close()
-        else:
+        if loaded is None:
             return
-        del loaded, embedding, piped
-        gc.collect()
-        with contextlib.suppress(AttributeError, OSError):
-            ctypes.CDLL(None).malloc_trim(0)
+        loaded.close()
+        del loaded
+        _return_memory()
 
     @property
-    def _current(self) -> _Loaded:
-        if self._embedding is not None:
-            raise UnsupportedFeature(
-                "The loaded model embeds and doesn't generate.",
-                metadata={"capability": "generate"},
-            )
+    def _current(self) -> Served:
         if self._loaded is None:
             raise ModelNotActive("No model is loaded in this worker. Load one first.")
         return self._loaded
 
     @property
-    def _serving(self) -> _Loaded | PipelineModel | VisionModel:
-        return self._piped or self._current
-
-    @property
     def vision(self) -> Vision | None:
         """See ``SeeingEngine``."""
-        return self._piped.vision if isinstance(self._piped, VisionModel) else None
+        return self._loaded.vision if isinstance(self._loaded, VisionModel) else None
 
     @property
     def tokenizer(self) -> OpenVinoTokenizer:
-        return self._embedding.tokenizer if self._embedding else self._serving.tokenizer
+        return self._current.tokenizer
 
     @property
     def chat_template(self) -> str | None:
-        return None if self._embedding else self._serving.texts.template or None
+        return self._current.texts.template or None
 
     def special_texts(self) -> Mapping[str, str]:
         """The same texts from which the template's digest is made."""
-        texts = self._serving.texts
+        texts = self._current.texts
         return {"bos_token": texts.bos_text, "eos_token": texts.eos_text}
 
     def embed(
@@ -314,9 +192,10 @@ class OpenVinoEngine:
         beat: Callable[[], None],
     ) -> Embedded:
         """See ``EmbeddingEngine``."""
-        if self._embedding is None:
-            raise not_embedding(f"{self._serving.request.model!r} generates")
-        return self._embedding.embedder.embed(texts, pooling, normalize, cancelled, beat)
+        loaded = self._current
+        if not isinstance(loaded, EmbeddingModel):
+            raise not_embedding(f"{loaded.request.model!r} generates")
+        return loaded.embedder.embed(texts, pooling, normalize, cancelled, beat)
 
     # --- contexts ----------------------------------------------------------------------------
 
@@ -324,28 +203,7 @@ class OpenVinoEngine:
         self, window: int, k_type: str, v_type: str, compute_bytes: int = 0
     ) -> EngineContext:
         """See ``Engine``. InvalidRequest for other KV types than the model was loaded with."""
-        if self._piped is not None:
-            return self._piped.new_context(window, k_type, v_type)
-        loaded = self._current
-        compiled, pool = loaded.paged.compiled, loaded.paged.pool
-        if window < 1:
-            raise InvalidRequest.of("window", window, "1 token or more")
-        for field, asked, served in (
-            ("k_type", k_type, compiled.k_type),
-            ("v_type", v_type, compiled.v_type),
-        ):
-            if asked != served:
-                raise InvalidRequest.of(
-                    field, asked, served, "The model was compiled for it when it was loaded."
-                )
-        kv = -(-window // BLOCK_TOKENS) * pool.block_bytes
-        with self._guard.allocating(
-            f"A context of {window} tokens",
-            {"kv": kv, "promised": pool.promised_bytes},
-            "Ask for a smaller window, or close a session.",
-            more={"window": window},
-        ):
-            return loaded.paged.new_context(window, self._guard.spare_bytes)
+        return self._current.new_context(window, k_type, v_type)
 
 
 def _check_request(request: LoadOp) -> None:
@@ -365,15 +223,6 @@ def _check_request(request: LoadOp) -> None:
         raise ModelLoadFailed(
             f"{request.path!r} is not a folder: an OpenVINO model is one with its .xml and .bin.",
             metadata={"cause": "path", "model": request.model},
-        )
-
-
-def _check_read_back(request: LoadOp, k_type: str, v_type: str) -> None:
-    if (k_type, v_type) != (request.k_type, request.v_type):
-        raise ModelLoadFailed(
-            f"A KV cache of {request.k_type} was asked for, the engine made K {k_type} and "
-            f"V {v_type}. Choose another type.",
-            metadata={"cause": "kv_type", "k_type": k_type, "v_type": v_type},
         )
 
 
@@ -415,3 +264,10 @@ def _engine_refusal(request: LoadOp, error: Exception) -> ModeldError:
     return ModelLoadFailed(
         f"The engine refused the model {request.model!r}. It said: {said}.", metadata=about
     )
+
+
+def _return_memory() -> None:
+    """Give the allocator's free pages back to the system, where it can be asked to."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -68,6 +68,7 @@ class PagedModel:
         self._kept = {count: _Inputs(count, compiled.selects) for count in {1, 2, chunk}}
         self._bound: _Inputs | None = None
         self._bound_table: NDArray[np.int32] | None = None
+        self._finished = 0  # tokens of the latest inference that came to its end
 
     def switch_adapters(self, *, on: bool) -> None:
         """Whether what is evaluated from here on goes through the model's adapters, if any."""
@@ -87,6 +88,34 @@ class PagedModel:
         ``row`` is the one whose logits are wanted. ``table`` is read in place, also by later runs
         that bring the same array. Raises what the library raises.
         """
+        if self._infer(tokens, position, table, row, cancelled):
+            self._finished = len(tokens)
+            return True
+        self._settle(len(tokens))
+        return False
+
+    def _settle(self, given_up: int) -> None:
+        """Make the graph whole after an inference of that many tokens was cancelled.
+
+        Its operations keep their shapes until their inputs' change. Those before the cancel have
+        the shapes of the tokens that were given up, those behind it of the ones before: the next
+        inference with as many tokens as either would find them apart, and fail. One of another
+        size makes all of them work theirs out.
+        """
+        size = next(size for size in (2, 3, 4) if size not in (given_up, self._finished))
+        ids = np.zeros(size, dtype=np.int64)
+        table = np.full(1, self.scratch, dtype=np.int32)
+        self._infer(ids, 0, table, size - 1, None)
+        self._finished = size
+
+    def _infer(
+        self,
+        tokens: NDArray[np.int64],
+        position: int,
+        table: NDArray[np.int32],
+        row: int,
+        cancelled: Cancelled | None,
+    ) -> bool:
         count = len(tokens)
         inputs = self._kept.get(count) or _Inputs(count, self.compiled.selects)
         if inputs is not self._bound:
