@@ -202,7 +202,9 @@ def test_a_folder_that_computes_nothing_is_refused_at_its_first_load_and_not_tri
     client.remove_model("bad")
 
 
-def test_the_command_says_the_same(served: DataRoot, client: Client, files: Files, tmp_path: Path) -> None:
+def test_the_command_says_the_same(
+    served: DataRoot, client: Client, files: Files, tmp_path: Path
+) -> None:
     change, words = AT_IMPORT["half the weights"]
     folder = damaged(files, tmp_path, change)
     told = modeld(served.path, "models", "import", str(folder), code=Exit.WORKER)
@@ -333,8 +335,11 @@ def test_what_the_engine_would_swallow_never_reaches_it(
 
 
 def test_two_callers_at_once_take_turns(client: Client, answer: list[int]) -> None:
+    def asked(session: Session) -> Background:
+        return Background(lambda: ask(session, "One, two,", " three,").ids)
+
     with raw(client) as one, raw(client) as another:
-        calls = [Background(lambda s=s: ask(s, "One, two,", " three,").ids) for s in (one, another)]
+        calls = [asked(one), asked(another)]
         assert [call.result() for call in calls] == [answer, answer]
 
 

@@ -107,13 +107,13 @@ def running_daemon(
     a unix socket's path has about a hundred bytes.
     """
     data_root = Path(tempfile.mkdtemp(prefix="md-"))
-    if converted is not None:
-        share_conversion(converted, data_root)
     daemon = RunningDaemon(data_root, {"backends": backend, **settings})
     try:
         with daemon.client() as client:
             if model is not None:
                 client.import_model(model, name=MODEL, model_type=backend)
+            if converted is not None:  # what no model of the store is made of is swept at start
+                share_conversion(converted, data_root)
         yield daemon
     finally:
         code = daemon.stop()

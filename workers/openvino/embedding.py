@@ -8,8 +8,9 @@ else was asked.
 from __future__ import annotations
 
 import gc
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,8 @@ class Embedder:
         self._inputs = [port.get_any_name() for port in compiled.inputs]
         self._output = next(port for port in compiled.outputs if HIDDEN in port.get_names())
         self._request = compiled.create_infer_request()
+        # (texts, tokens) that the graph's operations may have been left at; one when it is whole
+        self._left: set[tuple[int, int]] = set()
         self._batch_texts = _batch_of(compiled)
         self.dimensions = 0
         self._prove()
@@ -177,6 +180,11 @@ class Embedder:
 
     def _infer(self, ids: Ids, cancelled: Cancelled) -> Vectors | None:
         """Hidden states, (texts, tokens, dimensions); None where it was cancelled."""
+        if len(self._left) > 1:
+            self._computed(np.zeros(_another(self._left, self._batch_texts), np.int64), _never)
+        return self._computed(ids, cancelled)
+
+    def _computed(self, ids: Ids, cancelled: Cancelled) -> Vectors | None:
         given = {
             "input_ids": ids,
             "attention_mask": np.ones_like(ids),
@@ -190,6 +198,7 @@ class Embedder:
             "Send shorter texts, or free memory.",
             more={"texts": texts, "tokens": tokens},
         ):
+            self._left.add((texts, tokens))
             try:
                 self._request.start_async({name: given[name] for name in self._inputs})
                 while not self._request.wait_for(_POLL_MS):
@@ -200,6 +209,7 @@ class Embedder:
                 hidden = np.array(self._request.get_tensor(self._output).data, dtype=np.float32)
             except Exception as error:
                 raise _failed(error, texts, tokens) from None
+            self._left = {(texts, tokens)}
         if not np.isfinite(hidden).all():
             raise SessionFatal(
                 f"The engine's hidden states of {texts} texts of {tokens} tokens aren't numbers.",
@@ -339,6 +349,21 @@ def pooled(hidden: Vectors, pooling: str, normalize: bool) -> Vectors:
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         vectors /= np.where(lengths == 0, 1, lengths)
     return vectors.astype(np.float32)
+
+
+def _another(left: Collection[tuple[int, int]], most_texts: int) -> tuple[int, int]:
+    """The least (texts, tokens) that shares no number with those ``left``, nor their product.
+
+    The graph's operations keep their shapes until their inputs' change. After an inference that
+    was cancelled or failed, those before that place have its shapes and those behind it the ones of
+    the inference before: of these sizes the next one would fail, or answer other vectors. One of
+    another size makes all of them work theirs out.
+    """
+    rows, lengths = {one[0] for one in left}, {one[1] for one in left}
+    products = {texts * tokens for texts, tokens in left}
+    texts = 1 if most_texts == 1 else next(n for n in itertools.count(1) if n not in rows)
+    tokens = (n for n in itertools.count(1) if n not in lengths and texts * n not in products)
+    return texts, next(tokens)
 
 
 def _batch_of(compiled: Any) -> int:

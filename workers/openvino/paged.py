@@ -6,6 +6,7 @@ the engine sees it, since the engine checks neither positions nor ids. Knows no 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -69,6 +70,7 @@ class PagedModel:
         self._bound: _Inputs | None = None
         self._bound_table: NDArray[np.int32] | None = None
         self._finished = 0  # tokens of the latest inference that came to its end
+        self._torn: set[int] = set()  # numbers of tokens whose shapes a cancel left in the graph
 
     def switch_adapters(self, *, on: bool) -> None:
         """Whether what is evaluated from here on goes through the model's adapters, if any."""
@@ -88,25 +90,30 @@ class PagedModel:
         ``row`` is the one whose logits are wanted. ``table`` is read in place, also by later runs
         that bring the same array. Raises what the library raises.
         """
+        count = len(tokens)
+        if count in self._torn:
+            self._settle()
         if self._infer(tokens, position, table, row, cancelled):
-            self._finished = len(tokens)
+            self._finished = count
+            self._torn.clear()
             return True
-        self._settle(len(tokens))
+        self._torn |= {count, self._finished}
         return False
 
-    def _settle(self, given_up: int) -> None:
-        """Make the graph whole after an inference of that many tokens was cancelled.
+    def _settle(self) -> None:
+        """Make the graph whole where cancelled inferences left it with shapes of several sizes.
 
         Its operations keep their shapes until their inputs' change. Those before the cancel have
         the shapes of the tokens that were given up, those behind it of the ones before: the next
         inference with as many tokens as either would find them apart, and fail. One of another
         size makes all of them work theirs out.
         """
-        size = next(size for size in (2, 3, 4) if size not in (given_up, self._finished))
+        size = next(size for size in itertools.count(2) if size not in self._torn)
         ids = np.zeros(size, dtype=np.int64)
-        table = np.full(1, self.scratch, dtype=np.int32)
+        table = np.full(-(-size // BLOCK_TOKENS), self.scratch, dtype=np.int32)
         self._infer(ids, 0, table, size - 1, None)
         self._finished = size
+        self._torn.clear()
 
     def _infer(
         self,

@@ -112,12 +112,16 @@ def constant(node: Any, place: int) -> NDArray[Any] | None:
     return np.array(given.data).reshape(-1) if given.get_type_name() == "Constant" else None
 
 
+# The conversion of GGUF files quotes every byte of a character by itself.
+_QUOTED_BYTE = re.compile(rb"(\\[\x00-\x7f])|\\([\x80-\xff])")
+
+
 def constant_text(node: Any, place: int) -> str | None:
     values = constant(node, place)
     if values is None or values.dtype != np.uint8:
         return None
     try:
-        return values.tobytes().decode()
+        return _QUOTED_BYTE.sub(rb"\1\2", values.tobytes()).decode()
     except UnicodeDecodeError:
         return None
 
