@@ -70,7 +70,7 @@ class PagedModel:
         self._bound: _Inputs | None = None
         self._bound_table: NDArray[np.int32] | None = None
         self._finished = 0  # tokens of the latest inference that came to its end
-        self._torn: set[int] = set()  # numbers of tokens whose shapes a cancel left in the graph
+        self._torn: set[int] = set()  # numbers of tokens whose shapes may be left in the graph
 
     def switch_adapters(self, *, on: bool) -> None:
         """Whether what is evaluated from here on goes through the model's adapters, if any."""
@@ -90,20 +90,15 @@ class PagedModel:
         ``row`` is the one whose logits are wanted. ``table`` is read in place, also by later runs
         that bring the same array. Raises what the library raises.
         """
-        count = len(tokens)
-        if count in self._torn:
+        if len(tokens) in self._torn:
             self._settle()
-        if self._infer(tokens, position, table, row, cancelled):
-            self._finished = count
-            self._torn.clear()
-            return True
-        self._torn |= {count, self._finished}
-        return False
+        return self._run(tokens, position, table, row, cancelled)
 
     def _settle(self) -> None:
-        """Make the graph whole where cancelled inferences left it with shapes of several sizes.
+        """Make the graph whole where inferences that were cancelled, or failed, left it with shapes
+        of several sizes.
 
-        Its operations keep their shapes until their inputs' change. Those before the cancel have
+        Its operations keep their shapes until their inputs' change. Those before that place have
         the shapes of the tokens that were given up, those behind it of the ones before: the next
         inference with as many tokens as either would find them apart, and fail. One of another
         size makes all of them work theirs out.
@@ -111,9 +106,22 @@ class PagedModel:
         size = next(size for size in itertools.count(2) if size not in self._torn)
         ids = np.zeros(size, dtype=np.int64)
         table = np.full(-(-size // BLOCK_TOKENS), self.scratch, dtype=np.int32)
-        self._infer(ids, 0, table, size - 1, None)
-        self._finished = size
+        self._run(ids, 0, table, size - 1, None)
+
+    def _run(
+        self,
+        tokens: NDArray[np.int64],
+        position: int,
+        table: NDArray[np.int32],
+        row: int,
+        cancelled: Cancelled | None,
+    ) -> bool:
+        self._torn |= {len(tokens), self._finished}  # stands where this one isn't finished
+        if not self._infer(tokens, position, table, row, cancelled):
+            return False
+        self._finished = len(tokens)
         self._torn.clear()
+        return True
 
     def _infer(
         self,
