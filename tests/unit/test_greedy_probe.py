@@ -18,7 +18,9 @@ def never() -> bool:
 
 
 def probe(engine: FakeEngine) -> QualityOut:
-    return greedy_probe(engine, lambda stage, fraction: None, never)
+    sampled = greedy_probe(engine, lambda stage, fraction: None, never)
+    assert sampled is not None
+    return sampled
 
 
 def by_hand(engine: FakeEngine) -> tuple[list[int], list[float]]:

@@ -215,6 +215,8 @@ def _check_request(request: LoadOp) -> None:
         )
     if request.n_ubatch < 1:
         raise InvalidRequest.of("n_ubatch", request.n_ubatch, "1 token or more")
+    if request.threads < 0:
+        raise InvalidRequest.of("threads", request.threads, "0 (chosen by what is free) or more")
     if request.n_gpu_layers:
         raise InvalidRequest.of(
             "n_gpu_layers", request.n_gpu_layers, "0", "A model runs on one device as a whole."
