@@ -1,7 +1,9 @@
 """The OpenVINO worker and its supervisor after many loads, sessions, cancels and kills.
 
-Descriptors and threads are as many as after the first round. Memory of a process's own may go up
-and down with its allocator, by ``SLACK_BYTES``, and doesn't grow with the rounds.
+Descriptors and threads are no more than after the first rounds, but for a few that pools of threads
+and channels still make as they are first needed: fewer than the rounds that follow. Memory of a
+process's own may go up and down with its allocator, by ``SLACK_BYTES``, and doesn't grow with the
+rounds.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from tests.support.openvino_models import tiny_gguf
 from tests.support.product import ask
 
 SLACK_BYTES = 8 * 1024 * 1024
+LAZY = 6  # threads of the event loop's pool, or their descriptors, on a small machine
 MODEL = "smol"
 DEEP = "deep"  # whose prefill takes far longer than a deadline of DEADLINE_S
 LONG = "One stone bridge. " * 115
@@ -47,6 +50,11 @@ def own_bytes(pid: int) -> int:
     found = anonymous_bytes(pid)
     assert found is not None
     return found
+
+
+def _near(now: Counted, before: Counted, few: int) -> bool:
+    few = min(few, LAZY)
+    return now.descriptors <= before.descriptors + few and now.threads <= before.threads + few
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +86,10 @@ def leaves_nothing(
     for _ in range(rounds - 3):
         work()
         sizes.append([own_bytes(pid) for pid in pids])
-    eventually(lambda: [counted(pid) for pid in pids] == before)
+    few = rounds - 3 - 1  # what leaked one a round would be more
+    eventually(
+        lambda: all(_near(counted(pid), one, few) for pid, one in zip(pids, before, strict=True))
+    )
     half = len(sizes) // 2
     for who in range(2):
         early = max(size[who] for size in sizes[:half])
