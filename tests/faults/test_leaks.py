@@ -150,5 +150,5 @@ async def test_killing_the_worker(tmp_path: Path) -> None:
             os.kill(k.keeper.pid or 0, (signal.SIGKILL, signal.SIGSEGV)[count % 2])
             await until(partial(died_since, k, deaths))
         await k.keeper.ready(None)
-        assert psutil.Process().num_threads() == threads
+        assert psutil.Process().num_threads() <= threads + LAZY
         assert own_bytes(os.getpid()) <= size + SLACK_BYTES
