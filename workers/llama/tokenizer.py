@@ -15,9 +15,9 @@ import numpy as np
 from modeld.shared.errors import InvalidRequest
 from modeld.workers.llama.native import llama
 from modeld.workers.splits import bpe_can_split, bpe_safe_split
+from modeld.workers.utf8 import encoded
 
 _BYTE_PAIRS = "gpt2"  # tokenizer.ggml.model of byte-pair vocabularies
-_MAX_TEXT_BYTES = 2**31 - 64
 # What the engine finds in text only when asked to parse special tokens. User-defined tokens are
 # found either way, so they are ordinary text.
 _CONTROL = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNKNOWN
@@ -82,17 +82,7 @@ class LlamaTokenizer:
         """Ids of ``text``, control tokens off, no BOS; InvalidRequest for a lone surrogate."""
         if not text:
             return []
-        try:
-            raw = text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest.of(
-                "text",
-                f"character {error.start} is {text[error.start]!a}",
-                "text that is valid Unicode",
-                "A lone surrogate can't be encoded as UTF-8.",
-            ) from None
-        if len(raw) > _MAX_TEXT_BYTES:
-            raise InvalidRequest.of("text", f"{len(raw)} bytes", f"at most {_MAX_TEXT_BYTES} bytes")
+        raw = encoded(text)
         room = len(raw) + 16  # a token a byte, and a prefix some vocabularies add
         ids, count = self._tokenize(raw, room)
         if count < 0:

@@ -92,7 +92,12 @@ class PagedModel:
         """
         if len(tokens) in self._torn:
             self._settle()
-        return self._run(tokens, position, table, row, cancelled)
+        self._torn |= {len(tokens), self._finished}  # stands where this one isn't finished
+        if not self._infer(tokens, position, table, row, cancelled):
+            return False
+        self._finished = len(tokens)
+        self._torn.clear()
+        return True
 
     def _settle(self) -> None:
         """Make the graph whole where inferences that were cancelled, or failed, left it with shapes
@@ -106,22 +111,7 @@ class PagedModel:
         size = next(size for size in itertools.count(2) if size not in self._torn)
         ids = np.zeros(size, dtype=np.int64)
         table = np.full(-(-size // BLOCK_TOKENS), self.scratch, dtype=np.int32)
-        self._run(ids, 0, table, size - 1, None)
-
-    def _run(
-        self,
-        tokens: NDArray[np.int64],
-        position: int,
-        table: NDArray[np.int32],
-        row: int,
-        cancelled: Cancelled | None,
-    ) -> bool:
-        self._torn |= {len(tokens), self._finished}  # stands where this one isn't finished
-        if not self._infer(tokens, position, table, row, cancelled):
-            return False
-        self._finished = len(tokens)
-        self._torn.clear()
-        return True
+        self.run(ids, 0, table, size - 1, None)
 
     def _infer(
         self,

@@ -28,9 +28,9 @@ from modeld.workers.openvino.tokenizer_graph import (
     with_tokenizers,
 )
 from modeld.workers.splits import Controls, bpe_can_split, bpe_safe_split
+from modeld.workers.utf8 import encoded
 
 TOKENIZER = "openvino_tokenizer"
-_MAX_TEXT_BYTES = 2**31 - 64
 _CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _ANY_CASE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -146,17 +146,7 @@ class OpenVinoTokenizer:
         """
         if not text:
             return []
-        try:
-            raw = text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest.of(
-                "text",
-                f"character {error.start} is {text[error.start]!a}",
-                "text that is valid Unicode",
-                "A lone surrogate can't be encoded as UTF-8.",
-            ) from None
-        if len(raw) > _MAX_TEXT_BYTES:
-            raise InvalidRequest.of("text", f"{len(raw)} bytes", f"at most {_MAX_TEXT_BYTES} bytes")
+        raw = encoded(text)
         try:
             ids = self._encode_parts(text) if self._plain_raw else self._encode_whole(raw)
         except RuntimeError as error:
