@@ -131,6 +131,15 @@ class LoadOp(_Message):
     device: str = ""  # the engine's own name of the one device to compile for; "": its default
     window: int = 0  # tokens that the first session was planned; 0: not known
     adapters: list[AdapterIn] = []  # applied all, in this order
+    cold: ColdIn | None = None  # None: nothing is parked
+
+
+class ColdIn(_Message):
+    """The cold store's budgets, and the folder of its disk part, which the worker owns."""
+
+    ram_bytes: int  # at most; less where the machine's memory is short
+    disk_bytes: int = 0  # 0: nothing on disk
+    folder: str = ""  # absolute; made by the supervisor
 
 
 class Progress(_Message):
@@ -226,6 +235,7 @@ class SegmentIn(_Message):
     parse_special: bool = False
     message: Message | None = None
     generated_turn_id: str | None = None
+    cache_class: str = "volatile"  # task_pinned | repo_map | volatile
 
 
 class PromptIn(_Message):
@@ -255,6 +265,7 @@ class OpenOp(_Message):
     runtime_digest: str
     free_bytes: int = 0  # of reclaimable contexts, to give back before allocating
     compute_bytes: int = 0  # on the host, as planned: part of the last look before allocating
+    overflow: str = "refuse"  # refuse | evict
 
 
 class OpenResult(_Message):
@@ -270,6 +281,131 @@ class OpenResult(_Message):
     placed: list[PlacedOut] = []  # of this context, by device
     slot_placed: list[PlacedOut] = []  # of all contexts in the slot, by device
     reclaimable_placed: list[PlacedOut] = []  # of those, of contexts without a session
+
+
+class ParkOp(_Message):
+    """Put a session's KV into the cold store and give its context back; the session stays."""
+
+    session_id: str
+
+
+class ParkResult(_Message):
+    parked: int  # tokens whose KV the cold store holds now, of what the context held
+    lost: int  # … and those that it doesn't: they are evaluated again
+    ram_bytes: int  # of the cold store, in use after this
+    disk_bytes: int
+    seconds: float
+    slot_cells: int = 0
+    slot_bytes: int = 0
+    slot_compute_bytes: int = 0
+    reclaimable_bytes: int = 0
+    slot_placed: list[PlacedOut] = []
+    reclaimable_placed: list[PlacedOut] = []
+
+
+class ResumeOp(_Message):
+    """Give a parked session a context again, with what the cold store still has of it."""
+
+    session_id: str
+    free_bytes: int = 0  # as in OpenOp
+    compute_bytes: int = 0
+
+
+class ResumeResult(OpenResult, kw_only=True):
+    restored: int  # tokens brought back from the cold store
+    missing: int  # tokens that the session held and that must be evaluated again
+    resident: int
+    seconds: float
+
+
+class AdmitOp(_Message):
+    """Bring parked tokens of a session under overflow evict back into attention.
+
+    One of ``segment_index`` (of the prompt's, prefix then suffix; -1: not by segment), a range of
+    positions in the conversation, and ``query``.
+    """
+
+    session_id: str
+    segment_index: int = -1
+    begin: int = 0
+    end: int = 0
+    query: str = ""
+    budget_tokens: int = 0  # at most so many are admitted; 0: what fits
+
+
+class AdmitResult(_Message):
+    admitted: int  # tokens that are attended now and weren't before
+    restored: int  # of those, brought back from the cold store
+    recomputed: int  # tokens evaluated for it, what follows the admitted ones included
+    evicted: int  # tokens that went out of attention for them
+    ranges: list[list[int]]  # [begin, end) in the conversation, what was admitted
+    resident: int
+    available: int
+    parked: int
+    gone: int
+    seconds: float
+    cancelled: bool = False
+
+
+class SaveOp(_Message):
+    """Write a session durably into a folder: what changed since the files that are there.
+
+    ``folder`` is absolute and exists. Files that the new record doesn't name are left; the caller
+    removes them once it has the answer.
+    """
+
+    session_id: str
+    folder: str
+
+
+class SavedPart(_Message):
+    name: str  # of a file in the folder
+    begin: int  # tokens
+    end: int
+    file_bytes: int
+    digest: str  # SHA-256 hex that covers every byte of the file
+
+
+class SaveResult(_Message):
+    record: str  # name of the file that holds the session, and names the parts
+    record_bytes: int
+    record_digest: str
+    parts: list[SavedPart]  # in order; of positions 0 to ``tokens``
+    written_bytes: int  # by this call, the record included
+    tokens: int  # whose KV is saved
+    seen_tokens: int
+    turns: int
+    exact: bool
+    exact_reason: str
+    seconds: float
+    cancelled: bool = False  # then nothing of the folder's record changed
+
+
+class RestoreOp(_Message):
+    """Make a session what was saved: prompt, answers and KV in the place of what it has."""
+
+    session_id: str
+    folder: str
+    record: str  # name of the record's file in it
+
+
+class RestoreResult(_Message):
+    tokens: int  # whose KV was brought back; 0 where it was cancelled: then nothing changed
+    resident: int
+    available: int
+    retained: int
+    seen_tokens: int
+    turn_ids: list[str]
+    exact: bool
+    exact_reason: str
+    seconds: float
+    cancelled: bool = False
+    slot_cells: int = 0
+    slot_bytes: int = 0
+    slot_compute_bytes: int = 0
+    reclaimable_bytes: int = 0
+    slot_placed: list[PlacedOut] = []
+    reclaimable_placed: list[PlacedOut] = []
 
 
 class CloseOp(_Message):
@@ -408,6 +544,11 @@ class Status(_Message):
     seconds: float
     segments: list[SegmentOut]  # of prefix, then suffix
     reused_lower_bound: bool = False  # more may have been reused, and as many fewer prefilled
+    restored: int = 0  # of ``reused``: brought back from the cold store
+    # Under overflow evict, of the prompt's tokens: not attended, kept or not.
+    parked: int = 0
+    gone: int = 0
+    recomputed: int = 0  # of ``prefilled``: evaluated before, and again since others went out
 
 
 class SamplingIn(_Message):
@@ -479,6 +620,9 @@ class FinalOut(_Message):
     available: int
     seen_tokens: int
     seed: int
+    parked: int = 0  # as in Status, after the answer
+    gone: int = 0
+    recomputed: int = 0  # tokens evaluated again during the answer, since others went out
 
 
 class ExplainOp(_Message):
@@ -488,8 +632,10 @@ class ExplainOp(_Message):
 class BlockOut(_Message):
     begin: int
     end: int
-    state: str  # hot | retained
+    state: str  # hot | retained | parked | gone
     what: str  # prefix | suffix | generated | retained
+    protected: bool = False  # isn't evicted
+    cls: str = ""  # under overflow evict: pinned | sink | recent | admitted | repo_map | volatile
 
 
 class ExplainResult(_Message):
@@ -503,6 +649,8 @@ class ExplainResult(_Message):
     turn_ids: list[str]
     slot_cells: int
     reclaimable_tokens: int
+    parked: int = 0
+    gone: int = 0
 
 
 class TokenizeOp(_Message):
@@ -557,6 +705,8 @@ Payload: TypeAlias = (
     | LoadOp | Progress | LoadResult | UnloadOp | Empty
     | OpenOp | OpenResult | CloseOp | CloseResult
     | ExportOp | ExportResult | ImportOp | ImportResult | ForkOp | ForkResult | TrimOp | TrimResult
+    | ParkOp | ParkResult | ResumeOp | ResumeResult | AdmitOp | AdmitResult
+    | SaveOp | SaveResult | RestoreOp | RestoreResult
     | EnsureOp | SuffixOp | Status | DecodeOp | TurnOp | ChunkOut | FinalOut
     | ExplainOp | ExplainResult
     | TokenizeOp | TokenizeResult | DetokenizeOp | DetokenizeResult | RenderOp | RenderResult

@@ -46,6 +46,7 @@ PLANNED = (
     "sessions_share",
     "reserve_bytes",
     "user_limit_bytes",
+    "cold_ram_bytes",
     "k_type",
     "v_type",
     "openvino_kv_type",
@@ -83,6 +84,10 @@ class Config:
     sessions_share: int
     reserve_bytes: int
     user_limit_bytes: int
+    cold_ram_bytes: int
+    cold_disk_bytes: int
+    snapshot_quota_bytes: int
+    snapshot_max_age_s: float
     k_type: str
     v_type: str
     openvino_kv_type: str

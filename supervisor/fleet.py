@@ -82,6 +82,11 @@ CALL_KINDS: dict[str, tuple[str, ...]] = {
     "ImportOp": ("copy",),
     "ForkOp": ("copy",),
     "TrimOp": ("copy",),
+    "ParkOp": ("copy",),
+    "ResumeOp": ("open", "copy"),
+    "AdmitOp": ("tokenize", "evaluate", "copy"),
+    "SaveOp": ("copy",),
+    "RestoreOp": ("copy",),
 }
 
 

@@ -137,6 +137,21 @@ SETTINGS: tuple[Setting, ...] = (
         maximum=EIB,
     ),
     Setting(
+        "cold_ram_bytes", "size", GIB,
+        "most host memory for parked KV, where it is free; 0: nothing is parked", maximum=EIB,
+    ),
+    Setting(
+        "cold_disk_bytes", "size", 0, "most disk for parked KV; 0: none", maximum=EIB
+    ),
+    Setting(
+        "snapshot_quota_bytes", "size", 16 * GIB,
+        "most disk for snapshots and durable sessions together; 0: no limit", maximum=EIB,
+    ),
+    Setting(
+        "snapshot_max_age_s", "seconds", 0.0,
+        "remove snapshots and saved sessions not used for this long; 0: never",
+    ),
+    Setting(
         "k_type", "choice", "f16", "KV cache type of a llama model's keys", choices=KV_TYPES
     ),
     Setting(

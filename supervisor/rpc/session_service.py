@@ -18,7 +18,7 @@ from modeld.shared.errors import (
 )
 from modeld.shared.ids import check_session_key, new_turn_id
 from modeld.shared.images import check_images
-from modeld.shared.manifest import SegmentId, check_identity, manifest_digest
+from modeld.shared.manifest import SegmentId, manifest_digest
 from modeld.shared.messages import (
     ChunkOut,
     DecodeOp,
@@ -45,48 +45,20 @@ from modeld.supervisor.questions import answers
 from modeld.supervisor.rpc import convert, embedding
 from modeld.supervisor.rpc.adapters import adapters_of
 from modeld.supervisor.rpc.errors import Context, guarded
-from modeld.supervisor.rpc.services import Services
-from modeld.supervisor.rpc.streaming import QueueReporter, Writer, caller_of
+from modeld.supervisor.rpc.residency_calls import ResidencyCalls
+from modeld.supervisor.rpc.session_calls import check_text, expect, handle_of
+from modeld.supervisor.rpc.streaming import QueueReporter, caller_of
 from modeld.supervisor.sessions import Session
 from modeld.supervisor.slot_core import CREDIT_CHUNKS, Caller
 from modeld.v1 import common_pb2 as common
 from modeld.v1 import session_pb2 as pb
 from modeld.v1 import session_pb2_grpc
 
-MAX_NAME = 256
 MAX_COMPANION_BYTES = 1 << 50
 
 
-class SessionService(session_pb2_grpc.SessionServiceServicer):
+class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
     """See the proto for what each call promises."""
-
-    def __init__(self, services: Services) -> None:
-        self.services = services
-        self.gate = services.gate
-
-    # --- what every session call does ---------------------------------------------------------
-
-    def _session(
-        self, handle: common.SessionHandle, identity: common.Identity | None = None
-    ) -> tuple[ModelSlot, Session]:
-        """The slot and session of a handle, with the asserted identity checked (gate one)."""
-        slot = self.services.slot_of_session(handle.session_id)
-        session = slot.sessions.get(handle.session_id, handle.generation, time.monotonic())
-        if identity is not None:
-            check_identity(convert.identity_in(identity), session.identity)
-        return slot, session
-
-    def _prompt(self, prompt: pb.Prompt, part: str, session: Session) -> convert.ConvertedPrompt:
-        return convert.prompt_in(
-            prompt,
-            part,
-            prompt_format=session.identity.prompt_format,
-            max_bytes=self.services.config.max_prompt_bytes,
-            vision=_takes_images(session.capabilities),
-        )
-
-    def _writer(self, context: Context) -> Writer:
-        return Writer(context, self.services.config.stall_limit_s, self.gate.check_owner)
 
     # --- opening and closing ------------------------------------------------------------------
 
@@ -121,7 +93,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         embedding.refuse_unless_it_generates(slot.find_model(request.model))
         if request.session_key:
             check_session_key(request.session_key)
-        _check_text("profile_id", request.profile_id)
+        check_text("profile_id", request.profile_id)
         _check_format(request.prompt_format)
         adapters = await adapters_of(self.services, request.adapters)
         wanted = OpenRequest(
@@ -143,7 +115,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         opened = await (slot.open(wanted, caller, report) if report else slot.open(wanted, caller))
         session = opened.session
         return pb.OpenSessionResponse(
-            session=_handle(session),
+            session=handle_of(session),
             identity=convert.identity(session.identity),
             resolution=convert.resolution(session.resolution),
             capabilities=convert.capabilities(session.capabilities),
@@ -173,7 +145,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         return pb.ListSessionsResponse(
             sessions=[
                 pb.SessionInfo(
-                    session=_handle(s),
+                    session=handle_of(s),
                     session_key=s.key,
                     model=s.model,
                     prompt_format=s.identity.prompt_format,
@@ -192,12 +164,21 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 
     # --- turns --------------------------------------------------------------------------------
 
+    def _prompt(self, prompt: pb.Prompt, part: str, session: Session) -> convert.ConvertedPrompt:
+        return convert.prompt_in(
+            prompt,
+            part,
+            prompt_format=session.identity.prompt_format,
+            max_bytes=self.services.config.max_prompt_bytes,
+            vision=_takes_images(session.capabilities),
+        )
+
     @guarded
     async def EnsurePrefix(
         self, request: pb.EnsurePrefixRequest, context: Context
     ) -> pb.EnsurePrefixResponse:
         slot, session = self._session(request.session, request.identity)
-        _check_text("turn_id", request.turn_id)
+        check_text("turn_id", request.turn_id)
         prefix = self._prompt(request.prompt, "prefix", session)
         record = _Record(session, prefix, None)
         async with slot.hold(
@@ -211,7 +192,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             result = await slot.call(
                 EnsureOp(session_id=session.session_id, prefix=prefix.prompt), session=session
             )
-            status = _expect(result, Status)
+            status = expect(result, Status)
             return pb.EnsurePrefixResponse(status=record.took(status, hold.waited_s))
 
     @guarded
@@ -219,7 +200,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self, request: pb.PrefillSuffixRequest, context: Context
     ) -> pb.PrefillSuffixResponse:
         slot, session = self._session(request.session, request.identity)
-        _check_text("turn_id", request.turn_id)
+        check_text("turn_id", request.turn_id)
         suffix = self._prompt(request.prompt, "suffix", session)
         async with slot.hold(
             session.session_id,
@@ -236,7 +217,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 ),
                 session=session,
             )
-            status = _expect(result, Status)
+            status = expect(result, Status)
             return pb.PrefillSuffixResponse(status=record.took(status, hold.waited_s))
 
     @guarded
@@ -328,9 +309,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         async with slot.hold(session.session_id, "explain", caller_of(context, no_wait=False)):
             self._session(request.session)
             result = await slot.call(ExplainOp(session_id=session.session_id), session=session)
-        told = _expect(result, ExplainResult)
+        told = expect(result, ExplainResult)
         return pb.ExplainContextResponse(
-            session=_handle(session),
+            session=handle_of(session),
             identity=convert.identity(session.identity),
             resolution=convert.resolution(session.resolution),
             resident=told.resident,
@@ -455,7 +436,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         operation = TokenizeOp(
             text=request.text, parse_special=request.parse_special, add_bos=request.add_bos
         )
-        result = _expect(
+        result = expect(
             await self._with_model(request.model, request.load, context, "tokenize", operation),
             TokenizeResult,
         )
@@ -466,7 +447,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
         operation = DetokenizeOp(ids=list(request.token_ids))
-        result = _expect(
+        result = expect(
             await self._with_model(request.model, request.load, context, "detokenize", operation),
             DetokenizeResult,
         )
@@ -487,7 +468,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             tools=[tool.json_schema for tool in request.tools],
             add_generation_prompt=request.add_generation_prompt,
         )
-        result = _expect(
+        result = expect(
             await self._with_model(request.model, request.load, context, "render", operation),
             RenderResult,
         )
@@ -506,40 +487,6 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     @guarded
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         return await embedding.embed(self.services, request, context)
-
-    # --- not served yet -------------------------------------------------------------------------
-
-    @guarded
-    async def Snapshot(self, request: Any, context: Context) -> pb.SnapshotInfo:
-        raise unsupported("snapshot")
-
-    @guarded
-    async def Restore(self, request: Any, context: Context) -> pb.RestoreResponse:
-        raise unsupported("snapshot")
-
-    @guarded
-    async def ListSnapshots(self, request: Any, context: Context) -> pb.ListSnapshotsResponse:
-        raise unsupported("snapshot")
-
-    @guarded
-    async def DeleteSnapshot(self, request: Any, context: Context) -> pb.DeleteSnapshotResponse:
-        raise unsupported("snapshot")
-
-    @guarded
-    async def ExportSnapshot(self, request: Any, context: Context) -> None:
-        raise unsupported("snapshot")
-
-    @guarded
-    async def ImportSnapshot(self, request: Any, context: Context) -> pb.SnapshotInfo:
-        raise unsupported("snapshot")
-
-    @guarded
-    async def Admit(self, request: Any, context: Context) -> pb.AdmitResponse:
-        raise unsupported("cold_store")
-
-    @guarded
-    async def Fork(self, request: Any, context: Context) -> pb.ForkResponse:
-        raise unsupported("fork")
 
 
 class _Record:
@@ -578,20 +525,10 @@ class _Record:
         return convert.prefill_status(status, self.digest, queue_s)
 
 
-def _handle(session: Session) -> common.SessionHandle:
-    return common.SessionHandle(session_id=session.session_id, generation=session.generation)
-
-
 def _final(session: Session, result: Payload, turn_id: str, queue_s: float) -> pb.Final:
-    final = _expect(result, FinalOut)
+    final = expect(result, FinalOut)
     session.resident, session.seen_tokens = final.resident, final.seen_tokens
     return convert.final(final, turn_id, queue_s)
-
-
-def _expect(payload: Payload, kind: type[Any]) -> Any:
-    if not isinstance(payload, kind):
-        raise TypeError(f"the worker answered {type(payload).__name__}, not {kind.__name__}")
-    return payload
 
 
 def _has_images(messages: Iterable[common.ChatMessage]) -> bool:
@@ -625,12 +562,6 @@ def _capacity(
         raise InvalidRequest.of("window", window, "0 (automatic) or a number of tokens")
     k_type, v_type = served_types(config, backend, k_type, v_type)
     return CapacityRequest(window=window, k_type=k_type, v_type=v_type)
-
-
-def _check_text(field: str, text: str) -> None:
-    """A name that callers choose: short, and printable wherever it is shown."""
-    if len(text) > MAX_NAME or not text.isprintable():
-        raise InvalidRequest.of(field, text[:64], f"at most {MAX_NAME} printable characters")
 
 
 def _check_said(*parts: pb.Prompt) -> None:

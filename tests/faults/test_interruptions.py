@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from modeld.client import CallCancelled, Client, ConnectionLost, Session, StopReason
+from modeld.client.values import ContextReport
 from modeld.shared.errors import (
     GenerationStale,
     ModelBusy,
@@ -56,8 +57,8 @@ def longer_than(least: int, got: list[int]) -> bool:
     return len(got) > least
 
 
-def generated(told: Explanation) -> int:
-    return next(one.value for one in told.counters if one.name == "generated_tokens")
+def generated(told: ContextReport) -> int:
+    return {one.name: one.value for one in told.counters}["generated_tokens"]
 
 
 def vanish(gone: Client, running: Background) -> None:

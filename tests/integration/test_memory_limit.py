@@ -318,4 +318,6 @@ def test_an_admitted_plan_opens_and_fills_its_window_at_the_exact_limit(
     for text, ids in answers:
         assert ids == cold.answer(case, text, window, len(ids)), told
     # Weights may be dropped and read again, so that a plan may be exceeded with nobody killed.
-    assert over <= CHARGED_AHEAD, f"{over} bytes more than planned were used, at the weights' expense: {told}"
+    assert over <= CHARGED_AHEAD, (
+        f"{over} bytes more than planned were used, at the weights' expense: {told}"
+    )

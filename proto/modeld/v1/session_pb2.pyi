@@ -57,7 +57,7 @@ CONTEXT_FULL: StopReason
 CANCELLED: StopReason
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("model", "model_type", "window", "k_type", "v_type", "overflow", "layout", "durable", "session_key", "no_wait", "profile_id", "prompt_format", "adapters")
+    __slots__ = ("model", "model_type", "window", "k_type", "v_type", "overflow", "layout", "durable", "session_key", "no_wait", "profile_id", "prompt_format", "adapters", "fresh")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class OpenSessionRequest(_message.Message):
     PROFILE_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FORMAT_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    FRESH_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_type: str
     window: int
@@ -84,10 +85,31 @@ class OpenSessionRequest(_message.Message):
     profile_id: str
     prompt_format: str
     adapters: _containers.RepeatedCompositeFieldContainer[_common_pb2.Adapter]
-    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., window: _Optional[int] = ..., k_type: _Optional[str] = ..., v_type: _Optional[str] = ..., overflow: _Optional[_Union[Overflow, str]] = ..., layout: _Optional[_Union[Layout, str]] = ..., durable: _Optional[bool] = ..., session_key: _Optional[str] = ..., no_wait: _Optional[bool] = ..., profile_id: _Optional[str] = ..., prompt_format: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[_common_pb2.Adapter, _Mapping]]] = ...) -> None: ...
+    fresh: bool
+    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., window: _Optional[int] = ..., k_type: _Optional[str] = ..., v_type: _Optional[str] = ..., overflow: _Optional[_Union[Overflow, str]] = ..., layout: _Optional[_Union[Layout, str]] = ..., durable: _Optional[bool] = ..., session_key: _Optional[str] = ..., no_wait: _Optional[bool] = ..., profile_id: _Optional[str] = ..., prompt_format: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[_common_pb2.Adapter, _Mapping]]] = ..., fresh: _Optional[bool] = ...) -> None: ...
+
+class Resumed(_message.Message):
+    __slots__ = ("tokens", "seen_tokens", "saved_unix_ms", "generated_turn_ids", "exact", "exact_reason", "seconds", "miss_reason")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TURN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    EXACT_REASON_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MISS_REASON_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    seen_tokens: int
+    saved_unix_ms: int
+    generated_turn_ids: _containers.RepeatedScalarFieldContainer[str]
+    exact: bool
+    exact_reason: str
+    seconds: float
+    miss_reason: str
+    def __init__(self, tokens: _Optional[int] = ..., seen_tokens: _Optional[int] = ..., saved_unix_ms: _Optional[int] = ..., generated_turn_ids: _Optional[_Iterable[str]] = ..., exact: _Optional[bool] = ..., exact_reason: _Optional[str] = ..., seconds: _Optional[float] = ..., miss_reason: _Optional[str] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("session", "identity", "resolution", "capabilities", "attached", "loaded", "load_seconds", "resident", "detail", "queue_seconds")
+    __slots__ = ("session", "identity", "resolution", "capabilities", "attached", "loaded", "load_seconds", "resident", "detail", "queue_seconds", "resumed")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     RESOLUTION_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +120,7 @@ class OpenSessionResponse(_message.Message):
     RESIDENT_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionHandle
     identity: _common_pb2.Identity
     resolution: _common_pb2.Resolution
@@ -108,7 +131,8 @@ class OpenSessionResponse(_message.Message):
     resident: int
     detail: str
     queue_seconds: float
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., resolution: _Optional[_Union[_common_pb2.Resolution, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., attached: _Optional[bool] = ..., loaded: _Optional[bool] = ..., load_seconds: _Optional[float] = ..., resident: _Optional[int] = ..., detail: _Optional[str] = ..., queue_seconds: _Optional[float] = ...) -> None: ...
+    resumed: Resumed
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., resolution: _Optional[_Union[_common_pb2.Resolution, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., attached: _Optional[bool] = ..., loaded: _Optional[bool] = ..., load_seconds: _Optional[float] = ..., resident: _Optional[int] = ..., detail: _Optional[str] = ..., queue_seconds: _Optional[float] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
     __slots__ = ("stage", "fraction")
@@ -139,7 +163,7 @@ class Prompt(_message.Message):
     def __init__(self, segments: _Optional[_Iterable[_Union[_common_pb2.Segment, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[_common_pb2.Tool, _Mapping]]] = ..., manifest_digest: _Optional[str] = ...) -> None: ...
 
 class PrefillStatus(_message.Message):
-    __slots__ = ("reused", "dropped", "prefilled", "prefix", "suffix", "resident", "available", "restored", "retained", "copied", "miss_reason", "manifest_digest", "resolved_manifest_digest", "stable_token_hash", "volatile_token_hash", "seconds", "queue_seconds", "template_additive", "turns_recomputed", "resolved", "seen_tokens", "reused_lower_bound")
+    __slots__ = ("reused", "dropped", "prefilled", "prefix", "suffix", "resident", "available", "restored", "retained", "copied", "miss_reason", "manifest_digest", "resolved_manifest_digest", "stable_token_hash", "volatile_token_hash", "seconds", "queue_seconds", "template_additive", "turns_recomputed", "resolved", "seen_tokens", "reused_lower_bound", "parked", "gone", "recomputed")
     REUSED_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +186,9 @@ class PrefillStatus(_message.Message):
     RESOLVED_FIELD_NUMBER: _ClassVar[int]
     SEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REUSED_LOWER_BOUND_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
     reused: int
     dropped: int
     prefilled: int
@@ -184,7 +211,10 @@ class PrefillStatus(_message.Message):
     resolved: _containers.RepeatedCompositeFieldContainer[ResolvedSegment]
     seen_tokens: int
     reused_lower_bound: bool
-    def __init__(self, reused: _Optional[int] = ..., dropped: _Optional[int] = ..., prefilled: _Optional[int] = ..., prefix: _Optional[int] = ..., suffix: _Optional[int] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ..., restored: _Optional[int] = ..., retained: _Optional[int] = ..., copied: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., manifest_digest: _Optional[str] = ..., resolved_manifest_digest: _Optional[str] = ..., stable_token_hash: _Optional[str] = ..., volatile_token_hash: _Optional[str] = ..., seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., template_additive: _Optional[bool] = ..., turns_recomputed: _Optional[int] = ..., resolved: _Optional[_Iterable[_Union[ResolvedSegment, _Mapping]]] = ..., seen_tokens: _Optional[int] = ..., reused_lower_bound: _Optional[bool] = ...) -> None: ...
+    parked: int
+    gone: int
+    recomputed: int
+    def __init__(self, reused: _Optional[int] = ..., dropped: _Optional[int] = ..., prefilled: _Optional[int] = ..., prefix: _Optional[int] = ..., suffix: _Optional[int] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ..., restored: _Optional[int] = ..., retained: _Optional[int] = ..., copied: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., manifest_digest: _Optional[str] = ..., resolved_manifest_digest: _Optional[str] = ..., stable_token_hash: _Optional[str] = ..., volatile_token_hash: _Optional[str] = ..., seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., template_additive: _Optional[bool] = ..., turns_recomputed: _Optional[int] = ..., resolved: _Optional[_Iterable[_Union[ResolvedSegment, _Mapping]]] = ..., seen_tokens: _Optional[int] = ..., reused_lower_bound: _Optional[bool] = ..., parked: _Optional[int] = ..., gone: _Optional[int] = ..., recomputed: _Optional[int] = ...) -> None: ...
 
 class ResolvedSegment(_message.Message):
     __slots__ = ("index", "byte_begin", "byte_end", "token_begin", "token_end", "token_hash", "located")
@@ -360,7 +390,7 @@ class Chunk(_message.Message):
     def __init__(self, text: _Optional[str] = ..., reasoning_text: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[_common_pb2.ToolCall, _Mapping]]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Final(_message.Message):
-    __slots__ = ("stop_reason", "stop_sequence", "tokens", "prefilled", "engine_seconds", "queue_seconds", "first_token_seconds", "resident", "available", "generated_turn_id", "seed", "seen_tokens")
+    __slots__ = ("stop_reason", "stop_sequence", "tokens", "prefilled", "engine_seconds", "queue_seconds", "first_token_seconds", "resident", "available", "generated_turn_id", "seed", "seen_tokens", "parked", "gone", "recomputed", "saved")
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -373,6 +403,10 @@ class Final(_message.Message):
     GENERATED_TURN_ID_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     SEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
     stop_reason: StopReason
     stop_sequence: str
     tokens: int
@@ -385,7 +419,29 @@ class Final(_message.Message):
     generated_turn_id: str
     seed: int
     seen_tokens: int
-    def __init__(self, stop_reason: _Optional[_Union[StopReason, str]] = ..., stop_sequence: _Optional[str] = ..., tokens: _Optional[int] = ..., prefilled: _Optional[int] = ..., engine_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ..., generated_turn_id: _Optional[str] = ..., seed: _Optional[int] = ..., seen_tokens: _Optional[int] = ...) -> None: ...
+    parked: int
+    gone: int
+    recomputed: int
+    saved: Saved
+    def __init__(self, stop_reason: _Optional[_Union[StopReason, str]] = ..., stop_sequence: _Optional[str] = ..., tokens: _Optional[int] = ..., prefilled: _Optional[int] = ..., engine_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ..., generated_turn_id: _Optional[str] = ..., seed: _Optional[int] = ..., seen_tokens: _Optional[int] = ..., parked: _Optional[int] = ..., gone: _Optional[int] = ..., recomputed: _Optional[int] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ...) -> None: ...
+
+class Saved(_message.Message):
+    __slots__ = ("ok", "tokens", "written_bytes", "seconds", "reason", "detail", "saved_unix_ms")
+    OK_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    SAVED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    ok: bool
+    tokens: int
+    written_bytes: int
+    seconds: float
+    reason: str
+    detail: str
+    saved_unix_ms: int
+    def __init__(self, ok: _Optional[bool] = ..., tokens: _Optional[int] = ..., written_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., saved_unix_ms: _Optional[int] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("queued", "chunk", "final")
@@ -438,7 +494,7 @@ class SnapshotRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., label: _Optional[str] = ...) -> None: ...
 
 class SnapshotInfo(_message.Message):
-    __slots__ = ("snapshot_id", "label", "size_bytes", "digest", "tokens", "exact", "identity", "created_unix_ms")
+    __slots__ = ("snapshot_id", "label", "size_bytes", "digest", "tokens", "exact", "identity", "created_unix_ms", "exact_reason", "model", "window", "seen_tokens", "turns", "seconds")
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -447,6 +503,12 @@ class SnapshotInfo(_message.Message):
     EXACT_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_REASON_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    SEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     snapshot_id: str
     label: str
     size_bytes: int
@@ -455,7 +517,13 @@ class SnapshotInfo(_message.Message):
     exact: bool
     identity: _common_pb2.Identity
     created_unix_ms: int
-    def __init__(self, snapshot_id: _Optional[str] = ..., label: _Optional[str] = ..., size_bytes: _Optional[int] = ..., digest: _Optional[str] = ..., tokens: _Optional[int] = ..., exact: _Optional[bool] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., created_unix_ms: _Optional[int] = ...) -> None: ...
+    exact_reason: str
+    model: str
+    window: int
+    seen_tokens: int
+    turns: int
+    seconds: float
+    def __init__(self, snapshot_id: _Optional[str] = ..., label: _Optional[str] = ..., size_bytes: _Optional[int] = ..., digest: _Optional[str] = ..., tokens: _Optional[int] = ..., exact: _Optional[bool] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., created_unix_ms: _Optional[int] = ..., exact_reason: _Optional[str] = ..., model: _Optional[str] = ..., window: _Optional[int] = ..., seen_tokens: _Optional[int] = ..., turns: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
     __slots__ = ("session", "identity", "snapshot_id")
@@ -468,16 +536,26 @@ class RestoreRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., snapshot_id: _Optional[str] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
-    __slots__ = ("snapshot", "resident", "available", "seconds")
+    __slots__ = ("snapshot", "resident", "available", "seconds", "tokens", "exact", "exact_reason", "seen_tokens", "generated_turn_ids")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_FIELD_NUMBER: _ClassVar[int]
     AVAILABLE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    EXACT_REASON_FIELD_NUMBER: _ClassVar[int]
+    SEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TURN_IDS_FIELD_NUMBER: _ClassVar[int]
     snapshot: SnapshotInfo
     resident: int
     available: int
     seconds: float
-    def __init__(self, snapshot: _Optional[_Union[SnapshotInfo, _Mapping]] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    tokens: int
+    exact: bool
+    exact_reason: str
+    seen_tokens: int
+    generated_turn_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, snapshot: _Optional[_Union[SnapshotInfo, _Mapping]] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ..., seconds: _Optional[float] = ..., tokens: _Optional[int] = ..., exact: _Optional[bool] = ..., exact_reason: _Optional[str] = ..., seen_tokens: _Optional[int] = ..., generated_turn_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListSnapshotsRequest(_message.Message):
     __slots__ = ("model_digest",)
@@ -486,10 +564,14 @@ class ListSnapshotsRequest(_message.Message):
     def __init__(self, model_digest: _Optional[str] = ...) -> None: ...
 
 class ListSnapshotsResponse(_message.Message):
-    __slots__ = ("snapshots",)
+    __slots__ = ("snapshots", "used_bytes", "quota_bytes")
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     snapshots: _containers.RepeatedCompositeFieldContainer[SnapshotInfo]
-    def __init__(self, snapshots: _Optional[_Iterable[_Union[SnapshotInfo, _Mapping]]] = ...) -> None: ...
+    used_bytes: int
+    quota_bytes: int
+    def __init__(self, snapshots: _Optional[_Iterable[_Union[SnapshotInfo, _Mapping]]] = ..., used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ...) -> None: ...
 
 class DeleteSnapshotRequest(_message.Message):
     __slots__ = ("snapshot_id",)
@@ -508,14 +590,16 @@ class ExportSnapshotRequest(_message.Message):
     def __init__(self, snapshot_id: _Optional[str] = ...) -> None: ...
 
 class SnapshotChunk(_message.Message):
-    __slots__ = ("info", "offset", "data")
+    __slots__ = ("info", "offset", "data", "file")
     INFO_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
     info: SnapshotInfo
     offset: int
     data: bytes
-    def __init__(self, info: _Optional[_Union[SnapshotInfo, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    file: str
+    def __init__(self, info: _Optional[_Union[SnapshotInfo, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., file: _Optional[str] = ...) -> None: ...
 
 class TokenRange(_message.Message):
     __slots__ = ("begin", "end")
@@ -542,34 +626,58 @@ class AdmitRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., segment_index: _Optional[int] = ..., range: _Optional[_Union[TokenRange, _Mapping]] = ..., query: _Optional[str] = ..., budget_tokens: _Optional[int] = ...) -> None: ...
 
 class AdmitResponse(_message.Message):
-    __slots__ = ("admitted", "evicted", "resident", "available")
+    __slots__ = ("admitted", "evicted", "resident", "available", "restored", "recomputed", "ranges", "parked", "gone", "seconds", "queue_seconds")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_FIELD_NUMBER: _ClassVar[int]
     AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     admitted: int
     evicted: int
     resident: int
     available: int
-    def __init__(self, admitted: _Optional[int] = ..., evicted: _Optional[int] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ...) -> None: ...
+    restored: int
+    recomputed: int
+    ranges: _containers.RepeatedCompositeFieldContainer[TokenRange]
+    parked: int
+    gone: int
+    seconds: float
+    queue_seconds: float
+    def __init__(self, admitted: _Optional[int] = ..., evicted: _Optional[int] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ..., restored: _Optional[int] = ..., recomputed: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[TokenRange, _Mapping]]] = ..., parked: _Optional[int] = ..., gone: _Optional[int] = ..., seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ...) -> None: ...
 
 class ForkRequest(_message.Message):
-    __slots__ = ("session", "identity", "session_key")
+    __slots__ = ("session", "identity", "session_key", "durable", "no_wait")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    NO_WAIT_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionHandle
     identity: _common_pb2.Identity
     session_key: str
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., session_key: _Optional[str] = ...) -> None: ...
+    durable: bool
+    no_wait: bool
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., session_key: _Optional[str] = ..., durable: _Optional[bool] = ..., no_wait: _Optional[bool] = ...) -> None: ...
 
 class ForkResponse(_message.Message):
-    __slots__ = ("session", "status")
+    __slots__ = ("session", "status", "identity", "resolution", "capabilities")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    RESOLUTION_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionHandle
     status: PrefillStatus
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., status: _Optional[_Union[PrefillStatus, _Mapping]] = ...) -> None: ...
+    identity: _common_pb2.Identity
+    resolution: _common_pb2.Resolution
+    capabilities: _containers.RepeatedCompositeFieldContainer[_common_pb2.Capability]
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., status: _Optional[_Union[PrefillStatus, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., resolution: _Optional[_Union[_common_pb2.Resolution, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ...) -> None: ...
 
 class ExplainContextRequest(_message.Message):
     __slots__ = ("session", "identity")
@@ -580,18 +688,20 @@ class ExplainContextRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ...) -> None: ...
 
 class ResidentBlock(_message.Message):
-    __slots__ = ("token_begin", "token_end", "state", "protected_range", "what")
+    __slots__ = ("token_begin", "token_end", "state", "protected_range", "what", "cache_class")
     TOKEN_BEGIN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_END_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PROTECTED_RANGE_FIELD_NUMBER: _ClassVar[int]
     WHAT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_CLASS_FIELD_NUMBER: _ClassVar[int]
     token_begin: int
     token_end: int
     state: str
     protected_range: bool
     what: str
-    def __init__(self, token_begin: _Optional[int] = ..., token_end: _Optional[int] = ..., state: _Optional[str] = ..., protected_range: _Optional[bool] = ..., what: _Optional[str] = ...) -> None: ...
+    cache_class: str
+    def __init__(self, token_begin: _Optional[int] = ..., token_end: _Optional[int] = ..., state: _Optional[str] = ..., protected_range: _Optional[bool] = ..., what: _Optional[str] = ..., cache_class: _Optional[str] = ...) -> None: ...
 
 class Counter(_message.Message):
     __slots__ = ("name", "value")
@@ -602,7 +712,7 @@ class Counter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
 
 class ExplainContextResponse(_message.Message):
-    __slots__ = ("session", "identity", "resolution", "resident", "available", "retained", "seen_tokens", "segments", "blocks", "capabilities", "counters", "last_fatal", "generated_turn_ids", "detail")
+    __slots__ = ("session", "identity", "resolution", "resident", "available", "retained", "seen_tokens", "segments", "blocks", "capabilities", "counters", "last_fatal", "generated_turn_ids", "detail", "parked", "gone")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     RESOLUTION_FIELD_NUMBER: _ClassVar[int]
@@ -617,6 +727,8 @@ class ExplainContextResponse(_message.Message):
     LAST_FATAL_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TURN_IDS_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionHandle
     identity: _common_pb2.Identity
     resolution: _common_pb2.Resolution
@@ -631,7 +743,9 @@ class ExplainContextResponse(_message.Message):
     last_fatal: str
     generated_turn_ids: _containers.RepeatedScalarFieldContainer[str]
     detail: str
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., resolution: _Optional[_Union[_common_pb2.Resolution, _Mapping]] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ..., retained: _Optional[int] = ..., seen_tokens: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[ResolvedSegment, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[ResidentBlock, _Mapping]]] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., last_fatal: _Optional[str] = ..., generated_turn_ids: _Optional[_Iterable[str]] = ..., detail: _Optional[str] = ...) -> None: ...
+    parked: int
+    gone: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., resolution: _Optional[_Union[_common_pb2.Resolution, _Mapping]] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ..., retained: _Optional[int] = ..., seen_tokens: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[ResolvedSegment, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[ResidentBlock, _Mapping]]] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., last_fatal: _Optional[str] = ..., generated_turn_ids: _Optional[_Iterable[str]] = ..., detail: _Optional[str] = ..., parked: _Optional[int] = ..., gone: _Optional[int] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ("model", "model_type", "window", "k_type", "v_type", "prompt_format", "profile_id", "session_id", "sessions", "machine", "what_if", "companions", "hypothetical")
@@ -903,7 +1017,7 @@ class ListSessionsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("session", "session_key", "model", "prompt_format", "context", "resident", "seen_tokens", "age_seconds", "idle_seconds", "attached", "profile_id")
+    __slots__ = ("session", "session_key", "model", "prompt_format", "context", "resident", "seen_tokens", "age_seconds", "idle_seconds", "attached", "profile_id", "parked", "durable", "overflow", "layout", "saved_unix_ms")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -915,6 +1029,11 @@ class SessionInfo(_message.Message):
     IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     PROFILE_ID_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    OVERFLOW_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SAVED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionHandle
     session_key: str
     model: str
@@ -926,7 +1045,12 @@ class SessionInfo(_message.Message):
     idle_seconds: float
     attached: bool
     profile_id: str
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., session_key: _Optional[str] = ..., model: _Optional[str] = ..., prompt_format: _Optional[str] = ..., context: _Optional[_Union[_common_pb2.ContextNumbers, _Mapping]] = ..., resident: _Optional[int] = ..., seen_tokens: _Optional[int] = ..., age_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ..., attached: _Optional[bool] = ..., profile_id: _Optional[str] = ...) -> None: ...
+    parked: bool
+    durable: bool
+    overflow: Overflow
+    layout: Layout
+    saved_unix_ms: int
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., session_key: _Optional[str] = ..., model: _Optional[str] = ..., prompt_format: _Optional[str] = ..., context: _Optional[_Union[_common_pb2.ContextNumbers, _Mapping]] = ..., resident: _Optional[int] = ..., seen_tokens: _Optional[int] = ..., age_seconds: _Optional[float] = ..., idle_seconds: _Optional[float] = ..., attached: _Optional[bool] = ..., profile_id: _Optional[str] = ..., parked: _Optional[bool] = ..., durable: _Optional[bool] = ..., overflow: _Optional[_Union[Overflow, str]] = ..., layout: _Optional[_Union[Layout, str]] = ..., saved_unix_ms: _Optional[int] = ...) -> None: ...
 
 class ListSessionsResponse(_message.Message):
     __slots__ = ("sessions",)

@@ -194,14 +194,18 @@ class SessionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Snapshot(self, request, context):
-        """UNSUPPORTED_FEATURE, capability "snapshot", until served.
+        """Saves the session durably: prompt, answers and KV. UNSUPPORTED_FEATURE, capability "snapshot",
+        where the executor doesn't give its KV; STORAGE_FULL, with nothing half written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Restore(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Makes an open session what was saved, in the place of what it holds; refused, it stays as it
+        was: SNAPSHOT_NOT_FOUND, DIGEST_MISMATCH (damaged), MANIFEST_MISMATCH (another identity, field
+        named; of it runtime_digest and profile_id may differ), CONTEXT_OVERFLOW (a smaller window).
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -219,26 +223,28 @@ class SessionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExportSnapshot(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """A snapshot's files, to be kept elsewhere or brought to another data root.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportSnapshot(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Admit(self, request, context):
-        """UNSUPPORTED_FEATURE, capability "cold_store", until served.
+        """Brings parked tokens of a session under OVERFLOW_EVICT back into attention.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fork(self, request, context):
-        """UNSUPPORTED_FEATURE, capability "fork", until served.
+        """A second session of the same prompt, answers and KV, which goes on by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,16 +52,24 @@ class SessionServiceStub:
     Turn: _grpc.UnaryStreamMultiCallable[_session_pb2.TurnRequest, _session_pb2.TurnEvent]
     """Prefix, suffix and decode as one protected operation and one round trip."""
     Snapshot: _grpc.UnaryUnaryMultiCallable[_session_pb2.SnapshotRequest, _session_pb2.SnapshotInfo]
-    """UNSUPPORTED_FEATURE, capability "snapshot", until served."""
+    """Saves the session durably: prompt, answers and KV. UNSUPPORTED_FEATURE, capability "snapshot",
+    where the executor doesn't give its KV; STORAGE_FULL, with nothing half written.
+    """
     Restore: _grpc.UnaryUnaryMultiCallable[_session_pb2.RestoreRequest, _session_pb2.RestoreResponse]
+    """Makes an open session what was saved, in the place of what it holds; refused, it stays as it
+    was: SNAPSHOT_NOT_FOUND, DIGEST_MISMATCH (damaged), MANIFEST_MISMATCH (another identity, field
+    named; of it runtime_digest and profile_id may differ), CONTEXT_OVERFLOW (a smaller window).
+    """
     ListSnapshots: _grpc.UnaryUnaryMultiCallable[_session_pb2.ListSnapshotsRequest, _session_pb2.ListSnapshotsResponse]
     DeleteSnapshot: _grpc.UnaryUnaryMultiCallable[_session_pb2.DeleteSnapshotRequest, _session_pb2.DeleteSnapshotResponse]
     ExportSnapshot: _grpc.UnaryStreamMultiCallable[_session_pb2.ExportSnapshotRequest, _session_pb2.SnapshotChunk]
+    """A snapshot's files, to be kept elsewhere or brought to another data root."""
     ImportSnapshot: _grpc.StreamUnaryMultiCallable[_session_pb2.SnapshotChunk, _session_pb2.SnapshotInfo]
+    """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed."""
     Admit: _grpc.UnaryUnaryMultiCallable[_session_pb2.AdmitRequest, _session_pb2.AdmitResponse]
-    """UNSUPPORTED_FEATURE, capability "cold_store", until served."""
+    """Brings parked tokens of a session under OVERFLOW_EVICT back into attention."""
     Fork: _grpc.UnaryUnaryMultiCallable[_session_pb2.ForkRequest, _session_pb2.ForkResponse]
-    """UNSUPPORTED_FEATURE, capability "fork", until served."""
+    """A second session of the same prompt, answers and KV, which goes on by itself."""
     ExplainContext: _grpc.UnaryUnaryMultiCallable[_session_pb2.ExplainContextRequest, _session_pb2.ExplainContextResponse]
     """What is resident and why."""
     Describe: _grpc.UnaryUnaryMultiCallable[_session_pb2.DescribeRequest, _session_pb2.DescribeResponse]
@@ -100,16 +108,24 @@ class SessionServiceAsyncStub(SessionServiceStub):
     Turn: _aio.UnaryStreamMultiCallable[_session_pb2.TurnRequest, _session_pb2.TurnEvent]  # type: ignore[assignment]
     """Prefix, suffix and decode as one protected operation and one round trip."""
     Snapshot: _aio.UnaryUnaryMultiCallable[_session_pb2.SnapshotRequest, _session_pb2.SnapshotInfo]  # type: ignore[assignment]
-    """UNSUPPORTED_FEATURE, capability "snapshot", until served."""
+    """Saves the session durably: prompt, answers and KV. UNSUPPORTED_FEATURE, capability "snapshot",
+    where the executor doesn't give its KV; STORAGE_FULL, with nothing half written.
+    """
     Restore: _aio.UnaryUnaryMultiCallable[_session_pb2.RestoreRequest, _session_pb2.RestoreResponse]  # type: ignore[assignment]
+    """Makes an open session what was saved, in the place of what it holds; refused, it stays as it
+    was: SNAPSHOT_NOT_FOUND, DIGEST_MISMATCH (damaged), MANIFEST_MISMATCH (another identity, field
+    named; of it runtime_digest and profile_id may differ), CONTEXT_OVERFLOW (a smaller window).
+    """
     ListSnapshots: _aio.UnaryUnaryMultiCallable[_session_pb2.ListSnapshotsRequest, _session_pb2.ListSnapshotsResponse]  # type: ignore[assignment]
     DeleteSnapshot: _aio.UnaryUnaryMultiCallable[_session_pb2.DeleteSnapshotRequest, _session_pb2.DeleteSnapshotResponse]  # type: ignore[assignment]
     ExportSnapshot: _aio.UnaryStreamMultiCallable[_session_pb2.ExportSnapshotRequest, _session_pb2.SnapshotChunk]  # type: ignore[assignment]
+    """A snapshot's files, to be kept elsewhere or brought to another data root."""
     ImportSnapshot: _aio.StreamUnaryMultiCallable[_session_pb2.SnapshotChunk, _session_pb2.SnapshotInfo]  # type: ignore[assignment]
+    """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed."""
     Admit: _aio.UnaryUnaryMultiCallable[_session_pb2.AdmitRequest, _session_pb2.AdmitResponse]  # type: ignore[assignment]
-    """UNSUPPORTED_FEATURE, capability "cold_store", until served."""
+    """Brings parked tokens of a session under OVERFLOW_EVICT back into attention."""
     Fork: _aio.UnaryUnaryMultiCallable[_session_pb2.ForkRequest, _session_pb2.ForkResponse]  # type: ignore[assignment]
-    """UNSUPPORTED_FEATURE, capability "fork", until served."""
+    """A second session of the same prompt, answers and KV, which goes on by itself."""
     ExplainContext: _aio.UnaryUnaryMultiCallable[_session_pb2.ExplainContextRequest, _session_pb2.ExplainContextResponse]  # type: ignore[assignment]
     """What is resident and why."""
     Describe: _aio.UnaryUnaryMultiCallable[_session_pb2.DescribeRequest, _session_pb2.DescribeResponse]  # type: ignore[assignment]
@@ -187,14 +203,20 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.SnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.SnapshotInfo, _abc.Awaitable[_session_pb2.SnapshotInfo]]:
-        """UNSUPPORTED_FEATURE, capability "snapshot", until served."""
+        """Saves the session durably: prompt, answers and KV. UNSUPPORTED_FEATURE, capability "snapshot",
+        where the executor doesn't give its KV; STORAGE_FULL, with nothing half written.
+        """
 
     @_abc_1.abstractmethod
     def Restore(
         self,
         request: _session_pb2.RestoreRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_session_pb2.RestoreResponse, _abc.Awaitable[_session_pb2.RestoreResponse]]: ...
+    ) -> _typing.Union[_session_pb2.RestoreResponse, _abc.Awaitable[_session_pb2.RestoreResponse]]:
+        """Makes an open session what was saved, in the place of what it holds; refused, it stays as it
+        was: SNAPSHOT_NOT_FOUND, DIGEST_MISMATCH (damaged), MANIFEST_MISMATCH (another identity, field
+        named; of it runtime_digest and profile_id may differ), CONTEXT_OVERFLOW (a smaller window).
+        """
 
     @_abc_1.abstractmethod
     def ListSnapshots(
@@ -215,14 +237,16 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _session_pb2.ExportSnapshotRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_session_pb2.SnapshotChunk], _abc.AsyncIterator[_session_pb2.SnapshotChunk]]: ...
+    ) -> _typing.Union[_abc.Iterator[_session_pb2.SnapshotChunk], _abc.AsyncIterator[_session_pb2.SnapshotChunk]]:
+        """A snapshot's files, to be kept elsewhere or brought to another data root."""
 
     @_abc_1.abstractmethod
     def ImportSnapshot(
         self,
         request_iterator: _MaybeAsyncIterator[_session_pb2.SnapshotChunk],
         context: _ServicerContext,
-    ) -> _typing.Union[_session_pb2.SnapshotInfo, _abc.Awaitable[_session_pb2.SnapshotInfo]]: ...
+    ) -> _typing.Union[_session_pb2.SnapshotInfo, _abc.Awaitable[_session_pb2.SnapshotInfo]]:
+        """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed."""
 
     @_abc_1.abstractmethod
     def Admit(
@@ -230,7 +254,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.AdmitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.AdmitResponse, _abc.Awaitable[_session_pb2.AdmitResponse]]:
-        """UNSUPPORTED_FEATURE, capability "cold_store", until served."""
+        """Brings parked tokens of a session under OVERFLOW_EVICT back into attention."""
 
     @_abc_1.abstractmethod
     def Fork(
@@ -238,7 +262,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.ForkRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.ForkResponse, _abc.Awaitable[_session_pb2.ForkResponse]]:
-        """UNSUPPORTED_FEATURE, capability "fork", until served."""
+        """A second session of the same prompt, answers and KV, which goes on by itself."""
 
     @_abc_1.abstractmethod
     def ExplainContext(
