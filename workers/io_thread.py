@@ -177,6 +177,7 @@ class IoThread:
             busy_op=self._pulse.busy_op,
             rss_bytes=self._rss_bytes,
             dropped=self.dropped,
+            cold_bytes=self._pulse.cold_bytes,
         )
         return self._encode(Kind.HEARTBEAT, 0, 0, 0, beat)
 

@@ -8,6 +8,7 @@ the kernel's killer. Plans nothing.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import resource
@@ -153,6 +154,14 @@ def offer_to_oom_killer(file: Path = _OOM_FILE) -> None:
             file.write_text(str(_OOM_SCORE))
     except (OSError, ValueError) as error:
         log.debug("the out-of-memory score can't be set: %s", error)
+
+
+def return_memory() -> None:
+    """Give the allocator's free pages back to the system, where it can be asked to."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError):
+        log.debug("this platform's allocator can't be trimmed")
 
 
 @functools.cache
