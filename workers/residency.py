@@ -35,7 +35,7 @@ from modeld.workers.session import Session
 from modeld.workers.state_file import (
     StateHeader,
     check_target,
-    token_chain,
+    token_chains,
     write_state,
 )
 
@@ -44,7 +44,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CHUNK_TOKENS = 512  # exported at a time, where the model's memory gives ranges: bounds the buffer
+# Exported at a time, where the model's memory gives ranges: what bounds the buffers, and how long
+# a cancel waits.
+CHUNK_TOKENS = 512
+CHUNK_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Source:
     state_layout: str
     vocab: int
     exact_types: frozenset[str]  # "K/V"
+    template_digest: str = ""  # "": the model has none
 
     @classmethod
     def of(cls, hello: Hello, loaded: LoadResult) -> Source:
@@ -65,6 +69,7 @@ class Source:
             hello.state_layout,
             loaded.vocab,
             frozenset(loaded.exact_state_types),
+            loaded.template_digest,
         )
 
     def exactness(self, entry: PooledContext) -> tuple[bool, str]:
@@ -99,34 +104,14 @@ def export(session: Session, source: Source, op: ExportOp, context: OpContext) -
     path = check_target(op.path)
     tokens = held(session)
     begin, end = _checked_range(session, op.begin, len(tokens) if op.end == -1 else op.end)
-    entry = session.entry
-    ids = tokens[:end]
-    exact, why = source.exactness(entry)
-    header = StateHeader(
-        backend=source.backend,
-        build_digest=source.build_digest,
-        state_layout=source.state_layout,
-        kv_digest=session.kv_digest,
-        runtime_digest=session.runtime_digest,
-        k_type=entry.shape.k_type,
-        v_type=entry.shape.v_type,
-        begin=begin,
-        end=end,
-        token_ids=ids.astype("<i4", copy=False).tobytes(),
-        chain_before=token_chain(session.kv_digest, ids[:begin]),
-        chain=token_chain(session.kv_digest, ids),
-        exact=exact,
-        exact_reason=why,
-    )
+    header = state_header(session, source, tokens, begin, end)
     result = ExportResult(
         begin=begin, end=end, tokens=0, file_bytes=0, payload_bytes=0, digest="",
-        chain=header.chain, exact=exact, exact_reason=why, seconds=0.0,
+        chain=header.chain, exact=header.exact, exact_reason=header.exact_reason, seconds=0.0,
     )  # fmt: skip
-    step = _step(entry)
+    outgoing = Outgoing(session.entry, begin, end, context)
     try:
-        written = write_state(
-            path, header, -(-(end - begin) // step), _exported(entry, begin, end, step, context)
-        )
+        written = write_state(path, header, outgoing.most_chunks, outgoing.chunks())
     except Cancelled:
         result.cancelled = True
     else:
@@ -154,31 +139,74 @@ def _multiples(block: int, size: int) -> str:
     return f"up to {size}" if block == 1 else f"a multiple of {block} up to {size}, or {size}"
 
 
-def _step(entry: PooledContext) -> int:
-    """Tokens a chunk: whole blocks."""
-    block = entry.engine_context.state_block
-    return max(block, CHUNK_TOKENS // block * block)
+def state_header(
+    session: Session, source: Source, tokens: Tokens, begin: int, end: int
+) -> StateHeader:
+    """Of a file with the KV of ``tokens`` from ``begin`` to ``end``, as the session holds it."""
+    entry, ids = session.entry, tokens[:end]
+    exact, why = source.exactness(entry)
+    chain_before, chain = token_chains(session.kv_digest, ids, (begin, end))
+    return StateHeader(
+        backend=source.backend,
+        build_digest=source.build_digest,
+        state_layout=source.state_layout,
+        kv_digest=session.kv_digest,
+        runtime_digest=session.runtime_digest,
+        k_type=entry.shape.k_type,
+        v_type=entry.shape.v_type,
+        begin=begin,
+        end=end,
+        token_ids=ids.astype("<i4", copy=False).tobytes(),
+        chain_before=chain_before,
+        chain=chain,
+        exact=exact,
+        exact_reason=why,
+    )
 
 
-def _exported(
-    entry: PooledContext, begin: int, end: int, step: int, context: OpContext
-) -> Iterator[tuple[int, State]]:
-    """Chunk by chunk, or all of it at once where the model's memory gives nothing less."""
-    at = begin
-    while at < end:
-        if context.cancelled():
+@dataclass(frozen=True)
+class Outgoing:
+    """A range of what a context holds, on its way out."""
+
+    entry: PooledContext
+    begin: int
+    end: int
+    context: OpContext
+
+    @property
+    def most_chunks(self) -> int:
+        return -(-(self.end - self.begin) // self._step)
+
+    @property
+    def _step(self) -> int:
+        """Tokens a chunk: whole blocks."""
+        engine = self.entry.engine_context
+        block, token_bytes = engine.state_block, max(1, engine.kv_bytes // engine.window)
+        return max(block, min(CHUNK_TOKENS, CHUNK_BYTES // token_bytes) // block * block)
+
+    def chunks(self) -> Iterator[tuple[int, State]]:
+        """Where each ends, and its bytes; all at once where the model's memory gives nothing less.
+
+        Raises Cancelled, and what ``export_state`` raises.
+        """
+        entry, at, step = self.entry, self.begin, self._step
+        while at < self.end:
+            until = min(at + step, self.end)
+            try:
+                state = self.chunk(at, until)
+            except UnsupportedFeature:
+                if (at, self.end) != (0, len(entry)) or until == self.end:
+                    raise
+                until = self.end
+                state = entry.export_state(at, until)
+            yield until, state
+            at = until
+
+    def chunk(self, begin: int, end: int) -> State:
+        if self.context.cancelled():
             raise Cancelled
-        context.beat()
-        until = min(at + step, end)
-        try:
-            state = entry.export_state(at, until)
-        except UnsupportedFeature:
-            if at > begin or (at, end) != (0, len(entry)) or until == end:
-                raise
-            until = end
-            state = entry.export_state(at, until)
-        yield until, state
-        at = until
+        self.context.beat()
+        return self.entry.export_state(begin, end)
 
 
 # --- a second session, and a shorter one ---------------------------------------------------------
@@ -197,6 +225,7 @@ def fork(
     mine, count = source.entry, len(held(source))
     entry, reused = pool.acquire(op.new_session_id, mine.shape, op.free_bytes, op.compute_bytes)
     try:
+        entry.park()
         if not count:
             entry.trim(0)
         elif not entry.copy_from(mine, count):
@@ -221,6 +250,7 @@ def fork(
         answer_ids=list(source.answer_ids),
         turns=OrderedDict(source.turns),
         counters=Counter(copied_tokens=count),
+        saves=OrderedDict(),
     )
     session.counters["adopted_contexts" if reused else "created_contexts"] += 1
     return session, ForkResult(

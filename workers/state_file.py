@@ -1,26 +1,20 @@
 """The file that holds a range of a session's KV: its format, written whole or not at all.
 
-Owns the layout, its checks and how storage failures become typed errors. Knows no engine and no
+Owns the header, its checks and how storage failures become typed errors. Knows no engine and no
 session: payloads are the engine's own bytes, which are kept and never looked into.
 
-Layout, numbers little-endian:
-
-- preamble: magic ``modeldKV``, version (u32), header bytes (u32), payload offset (u64), and the
-  SHA-256 of those numbers and all that follows up to the payload
-- header: MessagePack of ``StateHeader``, padded with zeros up to the payload
-- payload: the chunks that the header lists, one after the other, and nothing behind them
+The layout is the state's of ``shared/sealed_file.py``; its header is a ``StateHeader``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
-import secrets
 import stat
-import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,8 +30,11 @@ from modeld.shared.errors import (
     InvalidRequest,
     ManifestMismatch,
     SnapshotNotFound,
-    StorageFull,
 )
+from modeld.shared.sealed_file import MAX_HEADER_BYTES, SHA_BYTES, STATE_MAGIC, STATE_NUMBERS
+from modeld.shared.sealed_file import Chunk as Chunk
+from modeld.workers.new_files import PARTIAL_SUFFIX as PARTIAL_SUFFIX
+from modeld.workers.new_files import NewFiles, begin_writing, write_all
 
 if TYPE_CHECKING:
     from modeld.workers.engine import State
@@ -46,23 +43,11 @@ Tokens = NDArray[np.int32]
 
 VERSION = 1
 CHAIN_TOKENS = 32  # a step of the chained hash
-PARTIAL_SUFFIX = ".partial"  # of a file that is being written; one that stays was cut by a crash
-_MAGIC = b"modeldKV"
-_NUMBERS = struct.Struct("<8sIIQ")
-_SHA_BYTES = 32
-_PREAMBLE_BYTES = _NUMBERS.size + _SHA_BYTES
-_MAX_HEADER_BYTES = 64 * 1024 * 1024
+_PREAMBLE_BYTES = STATE_NUMBERS.size + SHA_BYTES
 _ALIGN = 64
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_BESIDE = 2  # threads that hash, read and write beside the engine's
+_AHEAD = 3  # chunks in memory while a state is read
 _WIDEST = 2**64 - 1
-
-
-class Chunk(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """One call's worth of an engine's bytes: positions up to ``end``."""
-
-    end: int  # tokens
-    size: int  # bytes
-    sha256: bytes
 
 
 class StateHeader(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -95,6 +80,7 @@ class Written:
     file_bytes: int
     payload_bytes: int
     digest: str  # SHA-256 hex, as the preamble has it: of the header, which covers every chunk
+    chunks: tuple[Chunk, ...]
 
 
 def token_chain(kv_digest: str, tokens: Tokens) -> str:
@@ -102,11 +88,21 @@ def token_chain(kv_digest: str, tokens: Tokens) -> str:
 
     It begins with the hash of ``kv_digest``; a step takes CHAIN_TOKENS ids, the last what is left.
     """
+    return token_chains(kv_digest, tokens, (len(tokens),))[0]
+
+
+def token_chains(kv_digest: str, tokens: Tokens, ends: Iterable[int]) -> list[str]:
+    """``token_chain`` of the first tokens up to each of ``ends``, which rise."""
     link = hashlib.sha256(kv_digest.encode()).digest()
-    raw = tokens.astype("<i4", copy=False).tobytes()
-    for begin in range(0, len(raw), 4 * CHAIN_TOKENS):
-        link = hashlib.sha256(link + raw[begin : begin + 4 * CHAIN_TOKENS]).digest()
-    return link.hex()
+    raw = memoryview(tokens.astype("<i4", copy=False).tobytes())
+    at, chains = 0, []
+    for end in ends:
+        while at + CHAIN_TOKENS <= end:
+            link = hashlib.sha256(link + raw[4 * at : 4 * (at + CHAIN_TOKENS)]).digest()
+            at += CHAIN_TOKENS
+        rest = raw[4 * at : 4 * end]
+        chains.append((hashlib.sha256(link + rest).digest() if rest else link).hex())
+    return chains
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -133,87 +129,67 @@ def write_state(
     raised, by ``parts`` too, nothing is left. Raises StorageFull, and InvalidRequest for a path
     that can't be written.
     """
-    partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
-    made: list[Path] = []
-    try:
-        with _storage_errors(path):
-            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            made.append(partial)
-            try:
-                written = _write(fd, header, most_chunks, parts)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            # One process writes in a folder at a time, so nothing can have come by this name.
-            partial.rename(path)
-            made[:] = [path]
-            _sync_folder(path.parent)
-    except BaseException:
-        for leftover in made:
-            with contextlib.suppress(OSError):
-                leftover.unlink()
-        raise
+    with NewFiles(path.parent) as files:
+        _, written = files.add(
+            lambda fd: fill_state(fd, header, most_chunks, parts), lambda _: path.name
+        )
+        files.keep()
     return written
 
 
-def _write(
+def fill_state(
     fd: int, header: StateHeader, most_chunks: int, parts: Iterable[tuple[int, State]]
 ) -> Written:
-    """The payload first, then what describes it, into the room that was left for it."""
+    """What ``write_state`` writes, into an empty file.
+
+    The payload first, then what describes it, into the room that was left for it. While the next
+    chunk is made, the one before is hashed and written.
+    """
     offset = _payload_offset(header, most_chunks)
     os.lseek(fd, offset, os.SEEK_SET)
     chunks: list[Chunk] = []
-    for end, state in parts:
-        view = state.data.cast("B")
-        chunks.append(Chunk(end, view.nbytes, hashlib.sha256(view).digest()))
-        _write_all(fd, view)
+    with ThreadPoolExecutor(_BESIDE, thread_name_prefix="state") as beside:
+        leaving: tuple[int, int, Future[bytes], Future[None]] | None = None
+        for end, state in parts:
+            if leaving is not None:
+                chunks.append(_left(*leaving))
+            view = state.data.cast("B")
+            hashing, writing = beside.submit(_sha256, view), beside.submit(_write_chunk, fd, view)
+            leaving = end, view.nbytes, hashing, writing
+        if leaving is not None:
+            chunks.append(_left(*leaving))
     if not 0 < len(chunks) <= most_chunks:
         raise ValueError(f"{len(chunks)} chunks, there is room for 1 to {most_chunks}")
     payload = sum(chunk.size for chunk in chunks)
     encoded = canonical(msgspec.structs.replace(header, payload_bytes=payload, chunks=chunks))
-    numbers = _NUMBERS.pack(_MAGIC, VERSION, len(encoded), offset)
+    numbers = STATE_NUMBERS.pack(STATE_MAGIC, VERSION, len(encoded), offset)
     described = encoded.ljust(offset - _PREAMBLE_BYTES, b"\0")
     digest = hashlib.sha256(numbers + described)
     os.lseek(fd, 0, os.SEEK_SET)
-    _write_all(fd, memoryview(numbers + digest.digest() + described))
-    return Written(offset + payload, payload, digest.hexdigest())
+    write_all(fd, memoryview(numbers + digest.digest() + described))
+    return Written(offset + payload, payload, digest.hexdigest(), tuple(chunks))
+
+
+def _left(end: int, size: int, hashing: Future[bytes], writing: Future[None]) -> Chunk:
+    writing.result()
+    return Chunk(end, size, hashing.result())
+
+
+def _sha256(view: memoryview) -> bytes:
+    return hashlib.sha256(view).digest()
+
+
+def _write_chunk(fd: int, view: memoryview) -> None:
+    write_all(fd, view)
+    begin_writing(fd)
 
 
 def _payload_offset(header: StateHeader, most_chunks: int) -> int:
     """Behind the longest header that so many chunks can make."""
-    widest = Chunk(_WIDEST, _WIDEST, bytes(_SHA_BYTES))
+    widest = Chunk(_WIDEST, _WIDEST, bytes(SHA_BYTES))
     longest = msgspec.structs.replace(header, payload_bytes=_WIDEST, chunks=[widest] * most_chunks)
     size = _PREAMBLE_BYTES + len(canonical(longest))
     return -(-size // _ALIGN) * _ALIGN
-
-
-def _write_all(fd: int, view: memoryview) -> None:
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _storage_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _FULL:
-            raise StorageFull(
-                f"No space left to write a session's state to {path}: nothing of it was left. "
-                "Free some space on that filesystem and try again.",
-                metadata={"path": path},
-            ) from None
-        raise InvalidRequest.of(
-            "path", str(path), "a file that can be written", f"The system says: {error.strerror}."
-        ) from None
 
 
 def _checked_path(given: str) -> Path:
@@ -238,15 +214,66 @@ class StateFile:
 
         Raises DigestMismatch, and InsufficientMemory where there is none for a chunk.
         """
+        for place in self.places():
+            yield place.end, place.verified(_buffer(place.size, spare_bytes))
+
+    def places(self) -> Iterator[Place]:
+        """Where each chunk lies."""
         offset = self._offset
         for number, chunk in enumerate(self.header.chunks):
-            state = _buffer(chunk.size, spare_bytes)
-            if _read_into(self._fd, state.data, offset) != chunk.size:
-                raise _damaged("it ends before its payload does")
-            if hashlib.sha256(state.data).digest() != chunk.sha256:
-                raise _damaged(f"chunk {number} of its payload isn't what was written")
-            yield chunk.end, state
+            yield Place(self._fd, offset, number, chunk)
             offset += chunk.size
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a chunk lies in an open file."""
+
+    fd: int
+    offset: int
+    number: int
+    chunk: Chunk
+
+    @property
+    def end(self) -> int:
+        return self.chunk.end
+
+    @property
+    def size(self) -> int:
+        return self.chunk.size
+
+    def verified(self, state: State) -> State:
+        """The chunk, read into ``state`` of its size; raises DigestMismatch."""
+        if _read_into(self.fd, state.data, self.offset) != self.size:
+            raise _damaged("it ends before its payload does")
+        if hashlib.sha256(state.data).digest() != self.chunk.sha256:
+            raise _damaged(f"chunk {self.number} of its payload isn't what was written")
+        return state
+
+
+def read_ahead(
+    files: Sequence[StateFile], spare_bytes: Callable[[], int]
+) -> Generator[tuple[int, State], None, None]:
+    """Each chunk's end and bytes, of one file after the other, verified. While one is used, the
+    next ones are read and verified, as far as there is memory for them. Close it before the files.
+
+    Raises as ``StateFile.parts``.
+    """
+    places = [place for file in files for place in file.places()]
+    with ThreadPoolExecutor(_BESIDE, thread_name_prefix="state") as beside:
+        coming: deque[Future[State]] = deque()
+        begun = 0
+        for number, place in enumerate(places):
+            while begun < len(places) and begun < number + _AHEAD:
+                try:
+                    state = _buffer(places[begun].size, spare_bytes)
+                except InsufficientMemory:
+                    if not coming:
+                        raise
+                    break
+                coming.append(beside.submit(places[begun].verified, state))
+                begun += 1
+            yield place.end, coming.popleft().result()
 
 
 @contextlib.contextmanager
@@ -275,10 +302,10 @@ def open_state(given: str) -> Iterator[StateFile]:
 
 
 def _opened(fd: int, file_bytes: int) -> StateFile:
-    numbers, sealed = _read(fd, _NUMBERS.size, 0), _read(fd, _SHA_BYTES, _NUMBERS.size)
-    if len(sealed) != _SHA_BYTES or not numbers.startswith(_MAGIC):
+    numbers, sealed = _read(fd, STATE_NUMBERS.size, 0), _read(fd, SHA_BYTES, STATE_NUMBERS.size)
+    if len(sealed) != SHA_BYTES or not numbers.startswith(STATE_MAGIC):
         raise _damaged("it doesn't begin as one")
-    _, version, size, offset = _NUMBERS.unpack(numbers)
+    _, version, size, offset = STATE_NUMBERS.unpack(numbers)
     if version != VERSION:
         raise ManifestMismatch(
             f"The file is of version {version} of the state's format; this worker reads version "
@@ -288,7 +315,7 @@ def _opened(fd: int, file_bytes: int) -> StateFile:
             },
         )  # fmt: skip
     room = offset - _PREAMBLE_BYTES
-    if not 0 < size <= room <= _MAX_HEADER_BYTES or offset > file_bytes:
+    if not 0 < size <= room <= MAX_HEADER_BYTES or offset > file_bytes:
         raise _damaged("its header doesn't fit it")
     described = _read(fd, room, _PREAMBLE_BYTES)
     digest = hashlib.sha256(numbers + described)

@@ -1,13 +1,15 @@
-"""A range of KV from a file into a session: verified before anything is touched, undone if refused.
+"""KV from files into a session: every chunk verified before an engine gets it, undone if refused.
 
-Owns the order of the checks, and which context takes the bytes. Knows neither an engine's bytes
-nor who keeps the files.
+Owns the order of an import's checks, and which context takes the bytes. Knows neither an engine's
+bytes nor who keeps the files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,10 +25,10 @@ from modeld.shared.messages import ImportOp, ImportResult
 from modeld.workers.executor import OpContext
 from modeld.workers.images import SeeingContext
 from modeld.workers.memory_guard import MemoryGuard
-from modeld.workers.pool import ContextPool, PooledContext, common_prefix
+from modeld.workers.pool import ContextPool, PooledContext, Tokens, common_prefix
 from modeld.workers.residency import Cancelled, Source, held
 from modeld.workers.session import Session
-from modeld.workers.state_file import StateFile, StateHeader, open_state
+from modeld.workers.state_file import StateFile, StateHeader, open_state, read_ahead
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +39,8 @@ def import_(
     """Take an exported range into the session's context; a later prompt then finds it there.
 
     A range from 0 on replaces what the context holds, any other one goes behind exactly the tokens
-    that it was computed after. Everything is verified before anything is touched, and what the
-    engine refuses is undone: a refusal leaves the session with what it held.
+    that it was computed after. Every chunk is verified before the engine gets it, and what is
+    refused on the way is undone: a refusal leaves the session with what it held.
 
     Raises ManifestMismatch for a state of another identity or after other tokens, DigestMismatch
     for a damaged file or bytes that the engine won't take, SnapshotNotFound and InvalidRequest for
@@ -46,19 +48,17 @@ def import_(
     there is none for a chunk, or for the second context that replacing takes.
     """
     began_s = time.perf_counter()
-    spare_bytes = MemoryGuard().spare_bytes
     with open_state(op.path) as file:
         _check_identity(session, source, file.header)
         _check_fits(session, pool, source, file.header)
         cancelled = False
         try:
-            for _ in file.parts(spare_bytes):
-                _live(context)
-            parts = _Incoming(file, context)
+            incoming = Incoming([file], file.header.tokens, file.header.begin, context)
             if len(held(session)) == file.header.begin:
-                _append(session, parts)
+                append(session, incoming)
             else:
-                _replace(session, pool, parts)
+                replace(session, pool, incoming)
+            _found_again(session)
         except Cancelled:
             cancelled = True
         header, digest = file.header, file.digest
@@ -85,27 +85,35 @@ def import_(
     )
 
 
-class _Incoming:
-    """A verified file's chunks on their way into a context; each is verified again as it is read,
-    since the file may have changed meanwhile.
+class Incoming:
+    """Open files on their way into a context: the KV of ``tokens`` from ``begin`` on, one file
+    behind the other.
     """
 
-    def __init__(self, file: StateFile, context: OpContext) -> None:
-        self.header = file.header
-        self.tokens = file.header.tokens
-        self._file, self._context = file, context
+    def __init__(
+        self, files: Sequence[StateFile], tokens: Tokens, begin: int, context: OpContext
+    ) -> None:
+        self.tokens, self.begin = tokens, begin
+        self._files, self._context = files, context
+
+    def verify(self) -> None:
+        """Read it all; raises what reading it raises, and Cancelled."""
+        with contextlib.closing(read_ahead(self._files, MemoryGuard().spare_bytes)) as parts:
+            for _ in parts:
+                _live(self._context)
 
     def into(self, entry: PooledContext) -> None:
-        """Append them all; raises on the way what leaves the context with a part of them."""
-        begin = self.header.begin
-        for end, state in self._file.parts(MemoryGuard().spare_bytes):
-            _live(self._context)
-            if not entry.import_state(state, self.tokens[begin:end]):
-                raise _not_taken(begin, end)
-            begin = end
+        """Append all of it; raises on the way what leaves the context with a part of it."""
+        begin = self.begin
+        with contextlib.closing(read_ahead(self._files, MemoryGuard().spare_bytes)) as parts:
+            for end, state in parts:
+                _live(self._context)
+                if not entry.import_state(state, self.tokens[begin:end]):
+                    raise not_taken(begin, end)
+                begin = end
 
 
-def _not_taken(begin: int, end: int) -> DigestMismatch:
+def not_taken(begin: int, end: int) -> DigestMismatch:
     return DigestMismatch(
         f"The engine doesn't take the state of positions {begin} to {end}: its bytes aren't what "
         "this context holds for such a range. Nothing was changed. Compute that state again.",
@@ -119,23 +127,23 @@ def _live(context: OpContext) -> None:
         raise Cancelled
 
 
-def _append(session: Session, parts: _Incoming) -> None:
+def append(session: Session, incoming: Incoming) -> None:
     """Behind what the context holds, which stays: undone by going back."""
-    entry, begin = session.entry, parts.header.begin
+    entry, begin = session.entry, incoming.begin
     if not begin:
+        entry.park()
         entry.trim(0)  # of another kv_digest, which this session could never use
         entry.kv_digest, entry.runtime_digest = session.kv_digest, session.runtime_digest
     try:
-        parts.into(entry)
+        incoming.into(entry)
     except SessionFatal:
         raise
     except BaseException:
         entry.trim(begin)
         raise
-    _found_again(session)
 
 
-def _replace(session: Session, pool: ContextPool, parts: _Incoming) -> None:
+def replace(session: Session, pool: ContextPool, incoming: Incoming) -> None:
     """Into a second context first, so that what is held stays until all of it is there."""
     mine = session.entry
     try:
@@ -148,11 +156,11 @@ def _replace(session: Session, pool: ContextPool, parts: _Incoming) -> None:
         ) from None
     other.kv_digest, other.runtime_digest = session.kv_digest, session.runtime_digest
     try:
-        parts.into(other)
+        incoming.into(other)
     except SessionFatal as error:
         log.warning("importing ended the second context: %s", error.message)
         pool.destroy(other)
-        raise _not_taken(0, parts.header.end) from None
+        raise not_taken(0, len(incoming.tokens)) from None
     except BaseException:
         if taken:
             other.trim(0)
@@ -163,14 +171,13 @@ def _replace(session: Session, pool: ContextPool, parts: _Incoming) -> None:
     pool.swap(mine, other)
     session.context = other
     if not taken:
+        mine.park()
         pool.destroy(mine)  # the slot holds as many contexts as before
-    _found_again(session)
 
 
 def _found_again(session: Session) -> None:
     """Resident is what of the prompt and the answer so far the context holds now."""
-    known = [*(session.assembled.tokens if session.assembled else ()), *session.answer_ids]
-    target = np.asarray(known, dtype=np.int32)
+    target = np.asarray(session.known_tokens(), dtype=np.int32)
     session.logical = common_prefix(session.entry.tokens, target)
 
 
