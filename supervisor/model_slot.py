@@ -24,12 +24,14 @@ from modeld.shared.capacity import (
 from modeld.shared.errors import (
     BackendMismatch,
     GenerationStale,
+    InvalidRequest,
     ModeldError,
     ModelLoadFailed,
     ModelNotActive,
     ModelQuarantined,
     ShuttingDown,
     SwitchRequired,
+    UnsupportedFeature,
 )
 from modeld.shared.host_memory import anonymous_bytes
 from modeld.shared.manifest import Identity
@@ -38,20 +40,27 @@ from modeld.shared.messages import (
     CloseResult,
     LoadResult,
     OpenOp,
-    OpenResult,
     Payload,
     Progress,
+    RestoreResult,
     UnloadOp,
 )
-from modeld.shared.planner.capacity import confirm
 from modeld.shared.planner.remedies import use_after_switch
-from modeld.supervisor.findings import check_context, check_load
+from modeld.supervisor.context_slot import ContextSlot
+from modeld.supervisor.durable_sessions import Resumed, Saved, refuse_unless_saved
+from modeld.supervisor.findings import check_load
 from modeld.supervisor.holdings import Held
 from modeld.supervisor.models.store import StoredModel
 from modeld.supervisor.planning import Question, allowed
 from modeld.supervisor.sessions import Session, check_attach
 from modeld.supervisor.slot import FINAL
-from modeld.supervisor.slot_core import Caller, Report, SlotCore, ignore_progress
+from modeld.supervisor.slot_core import (
+    CREDIT_CHUNKS,
+    Caller,
+    OnData,
+    Report,
+    ignore_progress,
+)
 from modeld.supervisor.slot_events import (
     Event,
     IdleExpired,
@@ -64,7 +73,7 @@ from modeld.supervisor.slot_events import (
     Unloaded,
     UnloadRequested,
 )
-from modeld.supervisor.slot_plan import NO_COMPANIONS, Resident
+from modeld.supervisor.slot_plan import NO_COMPANIONS, Resident, host_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +89,9 @@ class OpenRequest:
     session_key: str
     profile_id: str
     prompt_format: str
+    overflow: str = "refuse"  # refuse | evict
+    durable: bool = False  # saved at the end of each turn, and brought back from what was saved
+    fresh: bool = False  # … but begun anew
 
 
 @dataclass(frozen=True)
@@ -99,9 +111,10 @@ class Opened:
     loaded: bool
     load_seconds: float
     queue_seconds: float
+    resumed: Resumed | None = None  # of a durable session that was saved before
 
 
-class ModelSlot(SlotCore):
+class ModelSlot(ContextSlot):
     """The slot of one backend. All methods run on the daemon's loop."""
 
     # --- load, switch, unload ----------------------------------------------------------------
@@ -297,8 +310,11 @@ class ModelSlot(SlotCore):
         after = self._worker_bytes()
         copied = self.plan.copied(after, before)
         findings = check_load(model.facts, result, planned, copied)
-        self.resident = Resident(model, model.facts, result, planned, findings, adapters)
+        self.resident = Resident(
+            model, model.facts, result, planned, findings, adapters, request.cold
+        )
         self.plan.loaded(result, planned, after, before)
+        self._cold_is(0)
         self.keeper.longest_gap_s = result.longest_gap_s
         self._tell_findings(findings)
         self.apply(LoadDone())
@@ -336,11 +352,6 @@ class ModelSlot(SlotCore):
                     "backend_version": known.backend_version,
                 },
             )
-
-    def _tell_findings(self, findings: tuple[str, ...]) -> None:
-        for finding in findings:
-            logger.warning("%s: %s", self.model_name, finding)
-            self._emit("finding", cause=finding)
 
     async def _discard_load(self) -> None:
         with contextlib.suppress(ModeldError):
@@ -414,7 +425,7 @@ class ModelSlot(SlotCore):
 
     def held(self) -> Held:
         """What the other slots plan beside."""
-        self.plan.touched(self._worker_bytes())
+        self.plan.touched(self._worker_bytes(), self._cold_bytes())
         return self.plan.held()
 
     def _worker_bytes(self) -> int | None:
@@ -424,14 +435,19 @@ class ModelSlot(SlotCore):
     def _question(
         self, model: StoredModel, request: CapacityRequest, companions: Companions = NO_COMPANIONS
     ) -> Question:
-        self.plan.touched(self._worker_bytes())
-        return self.plan.question(
+        self.plan.touched(self._worker_bytes(), self._cold_bytes())
+        resident = self.resident if self._is_resident(model, request) else None
+        question = self.plan.question(
             model,
             request,
-            resident=self._is_resident(model, request),
+            resident=resident is not None,
             occupied=self.resident is not None,
             companions=companions,
         )
+        if resident is None:
+            return question
+        cold = None if self.cannot_park else resident.cold
+        return replace(question, cold_ram_bytes=cold.ram_bytes if cold else 0)
 
     async def hypothetical(
         self, model: StoredModel, what: WhatIf
@@ -445,12 +461,14 @@ class ModelSlot(SlotCore):
         if self._is_resident(model, what.request) and PLACING & set(what.settings):
             # Layers stay where they are until the model is loaded again: plan for that.
             question = replace(question, use=use_after_switch(question.use))
+        if "cold_ram_bytes" in what.settings:
+            question = replace(question, cold_ram_bytes=None)
         machine = what.machine
         if machine is None:
             machine = await self.planning.read(config)
         else:  # nothing of this slot lives on that machine
             machine = allowed(machine, (config or self.config).devices)
-            question = replace(question, use=SlotUse())
+            question = replace(question, use=SlotUse(), cold_ram_bytes=None)
         return self.plan.survey(question, machine, config), machine
 
     def identity(
@@ -499,25 +517,31 @@ class ModelSlot(SlotCore):
                     waited_s = hold.waited_s
                     await report("opening", 1.0)
                     session = await self._open(model, request)
+                    resumed = await self._begin(session, request)
             except GenerationStale:
                 # The slot was reset while this call waited; it has no handle that could be stale.
                 if time.monotonic() - started > OPEN_RETRY_S:
                     raise
                 continue
-            return Opened(session, False, load_s > 0, load_s, waited_s)
+            return Opened(session, False, load_s > 0, load_s, waited_s, resumed)
 
     def _attach(self, request: OpenRequest) -> Opened | None:
         if not request.session_key:
             return None
         session = self.sessions.by_key(request.session_key)
         if session is None:
+            self._refuse_taken(request)
             return None
+        if request.fresh and session.durable:
+            return None  # it makes way for the new one
         check_attach(
             session,
             model=request.model,
             profile_id=request.profile_id,
             prompt_format=request.prompt_format,
             capacity=request.capacity,
+            durable=request.durable,
+            overflow=request.overflow,
         )
         session.attached = True
         session.used_at = time.monotonic()
@@ -527,87 +551,135 @@ class ModelSlot(SlotCore):
     async def _open(self, model: StoredModel, request: OpenRequest) -> Session:
         assert self.resident is not None
         load = self.resident.load
+        _refuse_overflow(request, load)
+        if request.durable:
+            refuse_unless_saved(model.name, load.capabilities)
+            await self._end_before_fresh(request)
         await self._make_place()
-        machine = await self.planning.read()
-        planned = self.plan.resolve(self._question(model, request.capacity), machine)
-        window = planned.numbers.effective.tokens
-        identity = self.identity(
-            model,
-            request.capacity,
-            window=window,
-            prompt_format=request.prompt_format,
-            profile_id=request.profile_id,
-        )
         session_id = self.sessions.new_id()
-        operation = OpenOp(
-            session_id=session_id,
-            prompt_format=identity.prompt_format,
-            window=window,
-            k_type=request.capacity.k_type,
-            v_type=request.capacity.v_type,
-            kv_digest=identity.kv_digest,
-            runtime_digest=identity.runtime_digest,
-            free_bytes=planned.free_bytes,
-            compute_bytes=planned.compute_bytes if not planned.gpu_layers else 0,
-        )
-        with self.plan.under_way(planned, load=False):
-            result = await self.call(operation)
-        assert isinstance(result, OpenResult)
-        findings = check_context(planned, result)
-        self._tell_findings(findings)
-        resolution = confirm(
-            planned,
-            window=result.window,
-            slot_cells=result.slot_cells,
-            kv_bytes=result.kv_bytes,
-            compute_bytes=result.compute_bytes,
-            findings=self.resident.findings + findings,
-        )
-        if not planned.gpu_layers:
-            await self.planning.context_made(
-                model.digest,
+
+        async def make(planned: Resolution) -> Session:
+            window = planned.numbers.effective.tokens
+            identity = self.identity(
+                model,
                 request.capacity,
-                result.window,
-                result.kv_bytes,
-                result.compute_bytes,
+                window=window,
+                prompt_format=request.prompt_format,
+                profile_id=request.profile_id,
             )
-        now = time.monotonic()
-        session = Session(
-            session_id=session_id,
-            generation=self.sessions.generation,
-            key=request.session_key,
-            model=model.name,
-            identity=identity,
-            request=request.capacity,
-            resolution=resolution,
-            capabilities=capabilities_of(load),
-            opened_at=now,
-            used_at=now,
-        )
-        self.sessions.add(session)
-        self.plan.count(result, len(self.sessions), planned)
-        self.latest = resolution
-        self._bus.emit(
-            "session",
-            backend=self.backend,
-            state="open",
-            model=model.name,
-            generation=session.generation,
-            session_id=session_id,
-        )
-        return session
+            operation = OpenOp(
+                session_id=session_id,
+                prompt_format=identity.prompt_format,
+                window=window,
+                k_type=request.capacity.k_type,
+                v_type=request.capacity.v_type,
+                kv_digest=identity.kv_digest,
+                runtime_digest=identity.runtime_digest,
+                free_bytes=planned.free_bytes,
+                compute_bytes=host_buffers(planned),
+                overflow=request.overflow,
+            )
+            _, resolution = await self._make_context(planned, operation)
+            return Session(
+                session_id=session_id,
+                generation=self.sessions.generation,
+                key=request.session_key,
+                model=model.name,
+                identity=identity,
+                request=request.capacity,
+                resolution=resolution,
+                capabilities=capabilities_of(load),
+                opened_at=time.monotonic(),
+                used_at=time.monotonic(),
+                overflow=request.overflow,
+                durable=request.durable,
+            )
 
-    async def _make_place(self) -> None:
-        """Where all places are taken, close the detached session that was used least recently.
+        return await self._new_session(session_id, model, request.capacity, make)
 
-        What it held stays as reclaimable cache, which its key's next open finds.
+    # --- durable sessions ----------------------------------------------------------------------
+
+    def _refuse_taken(self, request: OpenRequest) -> None:
+        self.durable.check_elsewhere(
+            self.sessions, request.session_key, model=request.model, durable=request.durable
+        )
+
+    async def _end_before_fresh(self, request: OpenRequest) -> None:
+        session = self.sessions.by_key(request.session_key)
+        if request.fresh and session is not None:
+            await self.close(session, why="its key was opened anew")
+
+    async def _begin(self, session: Session, request: OpenRequest) -> Resumed | None:
+        """Bring a new durable session to where it was saved. What stands against it is part of the
+        answer; GenerationStale where the worker went away.
         """
-        if len(self.sessions) < self.config.max_sessions:
-            return
-        detached = self.sessions.detached(time.monotonic())
-        if detached:
-            oldest = min(detached, key=lambda session: session.used_at)
-            await self.close(oldest, why="closed while detached, to make room for another session")
+        if not request.durable:
+            return None
+
+        async def send(operation: Payload) -> Payload:
+            await self.ready(session)
+            result = await self.call(operation, session=session)
+            if isinstance(result, RestoreResult) and not result.cancelled:
+                self.plan.count(result, self.sessions.resident)
+            return result
+
+        try:
+            self._refuse_taken(request)
+            return await self.durable.begin(session, send, fresh=request.fresh)
+        except BaseException:
+            self.spawn(self._close_unknown(session))
+            raise
+
+    async def _close_unknown(self, session: Session) -> None:
+        """Nobody has its handle, and what was saved hasn't come back: it must not stand for it."""
+        if self.sessions.is_open(session):
+            with contextlib.suppress(ModeldError):
+                await self.close(session, why="opening it didn't go through")
+
+    async def keep(self, session: Session, key: str) -> Saved:
+        """Make an open session durable under a key, and save it at once. In a hold.
+
+        Raises InvalidRequest for a key that is taken.
+        """
+        other = self.sessions.by_key(key)
+        if other is not None and other is not session:
+            raise InvalidRequest.of(
+                "session_key", key, "a key of no open session", f"{other.session_id} has it."
+            )
+        self.durable.check_elsewhere(self.sessions, key, model=session.model, durable=True)
+        session.key, session.durable = key, True
+        return await self._save(session)
+
+    async def answer(
+        self, session: Session, request: Payload, on_data: OnData
+    ) -> tuple[Payload, Saved | None]:
+        """A decode or a turn; then, of a durable session, how saving it went. In a hold, which is
+        kept until it is saved, also where the caller is gone, or the answer failed on its way.
+        """
+        began = False
+
+        async def took(payload: Payload) -> None:
+            nonlocal began
+            began = True
+            await on_data(payload)
+
+        try:
+            result = await self.call(request, session=session, on_data=took, credit=CREDIT_CHUNKS)
+        except BaseException as error:
+            # A refusal has changed nothing, and must not take the place of what is saved.
+            refused = isinstance(error, ModeldError) and not began
+            if session.durable and not refused and self.sessions.is_open(session):
+                await self._save(session)
+            raise
+        return result, await self._save(session) if session.durable else None
+
+    async def _save(self, session: Session) -> Saved:
+        async def send(operation: Payload) -> Payload:
+            if not self.sessions.is_open(session):
+                self.sessions.get(session.session_id, session.generation, time.monotonic())
+            return await self.call(operation)
+
+        return await self.durable.save(session, send)
 
     @property
     def use(self) -> SlotUse:
@@ -616,7 +688,8 @@ class ModelSlot(SlotCore):
     async def close(self, session: Session, *, why: str, discard: bool = False) -> int:
         """Close a session; how many tokens stay behind as reclaimable cache.
 
-        What runs for it is stopped; the worker closes it after that.
+        What runs for it is stopped; the worker closes it after that. What is saved of a durable one
+        stays unless ``discard``.
         """
         self.sessions.close(session, why)
         open_ones = self.sessions.all()
@@ -636,7 +709,10 @@ class ModelSlot(SlotCore):
         )
         result = await self.call(CloseOp(session_id=session.session_id, discard=discard))
         assert isinstance(result, CloseResult)
-        self.plan.count(result, len(self.sessions))
+        self.plan.count(result, self.sessions.resident)
+        if session.durable and discard:
+            session.durable = False  # what its last turn saves comes too late
+            await self.durable.forget(session.key)
         return result.retained
 
     def require_active(self, model: StoredModel) -> Resident:
@@ -653,6 +729,17 @@ class ModelSlot(SlotCore):
 
 def adapter_words(adapters: tuple[AdapterUse, ...]) -> str:
     return ", ".join(f"{one.name} at {one.scale:g}" for one in adapters) or "no adapters"
+
+
+def _refuse_overflow(request: OpenRequest, load: LoadResult) -> None:
+    """Raises UnsupportedFeature for overflow evict where the load didn't find that it can be."""
+    told = parse_capability("overflow.evict", load.capabilities.get("overflow.evict", ""))
+    if request.overflow == "evict" and told.answer != "yes":
+        raise UnsupportedFeature(
+            f"Sessions of {request.model!r} can't go on beyond their window: {told.answer}, "
+            f"{told.evidence or 'its worker does not say so'}. Open with OVERFLOW_REFUSE.",
+            metadata={"capability": "overflow.evict", "model": request.model},
+        )
 
 
 def capabilities_of(load: LoadResult) -> tuple[Capability, ...]:

@@ -191,6 +191,11 @@ class TurnQueue:
         self._closed = error
         return self.fail_waiters(error)
 
+    def sessions(self) -> set[str]:
+        """Whose operations run or wait, turns kept between their calls included."""
+        running = {hold.session for hold in self._running}
+        return running | {waiter.session for waiters in self._ring.values() for waiter in waiters}
+
     async def quiet(self) -> None:
         """Wait until nothing holds the slot."""
         await self._quiet.wait()

@@ -11,14 +11,15 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from modeld.shared.capacity import (
     Resolution,
 )
 from modeld.shared.errors import (
+    ContextOverflow,
     ModeldError,
     NotOwner,
     SessionFatal,
@@ -26,9 +27,11 @@ from modeld.shared.errors import (
 )
 from modeld.shared.messages import (
     ChunkOut,
+    Heartbeat,
     Payload,
 )
 from modeld.supervisor.config import Config
+from modeld.supervisor.durable_sessions import DurableSessions
 from modeld.supervisor.events import EventBus
 from modeld.supervisor.fleet import Death, WorkerKeeper
 from modeld.supervisor.generation import GenerationStore
@@ -105,6 +108,7 @@ class SlotCore:
         bus: EventBus,
         planning: Planning,
         holdings: Holdings | None = None,
+        durable: DurableSessions | None = None,
     ) -> None:
         self.backend = backend
         self.config = config
@@ -120,10 +124,15 @@ class SlotCore:
         self.sessions = SessionRegistry(
             backend, session_ttl_s=config.session_ttl_s, detach_after_s=DETACH_AFTER_S
         )
+        self.durable = durable or DurableSessions(config.data_root)
+        self.durable.join(self.sessions)
         self.idle = IdleTimer(config.idle_release_s)
         self.resident: Resident | None = None
         self.last_fatal = ""
         self.latest: Resolution | None = None  # of the latest opened session
+        self.placing = asyncio.Lock()  # contexts are planned, made and parked one at a time
+        # RAM of the cold store as an answer told it, and the heartbeat that was the last one then.
+        self._cold_told: tuple[int, Heartbeat | None] = (0, None)
         self._op_ids = itertools.count(1)
         self._background: set[asyncio.Task[None]] = set()
         self.sessions.bumped(generations.current, generations.last_cause)
@@ -283,8 +292,11 @@ class SlotCore:
 
         Raises what the worker answered. A cancelled caller leaves only after the worker has
         stopped, so that the slot is never released while the engine still runs. The worker is
-        quick to stop; if it isn't, its heartbeat limit ends it.
+        quick to stop; if it isn't, its heartbeat limit ends it. A parked ``session`` gets a context
+        first.
         """
+        if session is not None:
+            await self.ready(session)
         operation = self.keeper.call(self.sessions.generation, request, credit=credit)
         if session is not None:
             session.operations.add(operation)
@@ -303,12 +315,38 @@ class SlotCore:
         except SessionFatal as error:
             self._engine_fatal(error)
             raise
+        except ContextOverflow as error:
+            if session is not None:  # the worker knows no plan
+                error.metadata["planner"] = str(session.resolution.numbers.planner.tokens)
+            raise
         finally:
             if not operation.ended:
                 operation.cancel()
                 await self._settle(operation)
             if session is not None:
                 session.operations.discard(operation)
+
+    async def ready(self, session: Session) -> None:
+        """See to what an operation of the session needs: a slot that parks gives it a context."""
+
+    async def see_through(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work to its end, also when this task is cancelled meanwhile; then the cancel goes
+        on. For what must be known to have happened or not.
+        """
+        task = asyncio.ensure_future(work)
+        cancelled = False
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                cancelled = True
+            except Exception:
+                break  # the work's own, raised below
+        if cancelled:
+            if not task.cancelled():
+                task.exception()  # seen: nobody is left to be told
+            raise asyncio.CancelledError
+        return task.result()
 
     async def _settle(self, operation: Operation) -> None:
         """Wait for a cancelled operation's terminal, whatever happens to this task meanwhile."""

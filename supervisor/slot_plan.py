@@ -6,6 +6,7 @@ worker process and no transport.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,20 +28,27 @@ from modeld.shared.manifest import AdapterId, Identity
 from modeld.shared.messages import (
     AdapterIn,
     CloseResult,
+    ColdIn,
     Hello,
     LoadOp,
     LoadResult,
     OpenResult,
+    ParkResult,
     PlacedOut,
+    RestoreResult,
 )
 from modeld.shared.planner.remedies import use_after_switch
 from modeld.supervisor.config import Config
+from modeld.supervisor.durable import private_folder
 from modeld.supervisor.findings import HOST_DEVICE
 from modeld.supervisor.holdings import Held, Holdings
 from modeld.supervisor.models.store import ModelStore, StoredModel
 from modeld.supervisor.planning import Planning, Question
 
+log = logging.getLogger(__name__)
+
 NO_COMPANIONS = Companions()
+Counted = OpenResult | CloseResult | ParkResult | RestoreResult  # what tells the slot's totals
 # Of a worker's memory that grew and isn't KV: what may be anything but a compute buffer.
 TOUCHED_SLACK_BYTES = 8 << 20
 
@@ -55,6 +63,12 @@ class Resident:
     planned: Resolution  # as it was loaded
     findings: tuple[str, ...] = ()
     adapters: tuple[AdapterUse, ...] = ()
+    cold: ColdIn | None = None  # None: it was loaded without a cold store
+
+    @property
+    def cold_store(self) -> str:
+        """Whether it parks, as the worker said it of a model that may."""
+        return self.load.capabilities.get("cold_store", "no") if self.cold else "no"
 
     @property
     def kv_types(self) -> tuple[str, str]:
@@ -130,12 +144,10 @@ class SlotPlan:
             return 0
         return max(0, anonymous - before)
 
-    def count(
-        self, told: OpenResult | CloseResult, sessions: int, opened: Resolution | None = None
-    ) -> None:
+    def count(self, told: Counted, sessions: int, opened: Resolution | None = None) -> None:
         """Keep what the worker said that its contexts hold. Its totals are over all memories.
 
-        ``opened`` is the plan of the context that is new among them.
+        ``sessions`` have a context; ``opened`` is the plan of the one that is new among them.
         """
         held = _by_device(told.slot_placed, self._ids)
         free = _by_device(told.reclaimable_placed, self._ids)
@@ -165,16 +177,18 @@ class SlotPlan:
             ),
         )
 
-    def touched(self, anonymous: int | None) -> None:
+    def touched(self, anonymous: int | None, cold: int = 0) -> None:
         """Take off what is promised to contexts what the worker has touched of it by now.
 
         A reading of available memory lacks that already. What the worker holds beside that which
-        is touched when it is allocated counts as promised, but for some slack.
+        is touched when it is allocated, and beside the ``cold`` bytes of parked KV, counts as
+        promised, but for some slack.
         """
-        before, use = self._anonymous_at_load, self.use
+        self.use = use = replace(self.use, cold_bytes=cold)
+        before = self._anonymous_at_load
         if before is None or anonymous is None:
             return
-        touched = anonymous - before - self._touched_at_once_bytes - TOUCHED_SLACK_BYTES
+        touched = anonymous - cold - before - self._touched_at_once_bytes - TOUCHED_SLACK_BYTES
         promised = min(self._promised_bytes, self._promised_bytes - touched)
         self.use = replace(use, compute_bytes=max(0, promised))
 
@@ -185,7 +199,8 @@ class SlotPlan:
         """
         use, weights = self.use, self._weights_bytes
         copied, contexts = use.weights_anonymous_bytes, use.resident_bytes + self._working_bytes
-        return Held(weights + copied + contexts, weights + use.compute_bytes) + self._under_way
+        total = weights + copied + contexts + use.cold_bytes
+        return Held(total, weights + use.compute_bytes) + self._under_way
 
     @contextmanager
     def under_way(self, planned: Resolution, *, load: bool) -> Iterator[None]:
@@ -283,7 +298,28 @@ class SlotPlan:
             adapters=[
                 AdapterIn(path=one.path, digest=one.digest, scale=one.scale) for one in adapters
             ],
+            cold=self._cold(planned),
         )
+
+    def _cold(self, planned: Resolution) -> ColdIn | None:
+        """Where parked KV goes, and how much of it there may be."""
+        config = self.config
+        if not config.parks:
+            return None
+        # The worker sees how much memory is free, but not what the operator lets be planned with.
+        ram = planned.cold_bytes if config.user_limit_bytes else config.cold_ram_bytes
+        disk = config.cold_disk_bytes
+        folder = config.data_root / "cold" / self.planning.backend
+        if disk:
+            try:
+                private_folder(folder.parent)
+                private_folder(folder)
+            except OSError as error:  # parked KV can always be evaluated again
+                log.error("nothing is parked on disk: %s: %s", folder, error.strerror or error)
+                disk = 0
+        if not (ram or disk):
+            return None
+        return ColdIn(ram_bytes=ram, disk_bytes=disk, folder=str(folder))
 
     def _state_layout(self, hello: Hello | None) -> str:
         """What says how KV lies in memory. An engine that compiles for one device computes it
@@ -341,6 +377,11 @@ class SlotPlan:
             runtime_digest=runtime,
             profile_id=profile_id,
         )
+
+
+def host_buffers(planned: Resolution) -> int:
+    """Bytes of a planned context's compute buffers, for the worker's last look at the host."""
+    return planned.compute_bytes if not planned.gpu_layers else 0
 
 
 def _by_device(placed: Iterable[PlacedOut], ids: Mapping[str, str]) -> dict[str, int]:

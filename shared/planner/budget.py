@@ -164,7 +164,7 @@ class Budget:
         return (
             BudgetRow("free", self.free),
             BudgetRow("loaded", self.loaded, "this model's weights in anonymous memory"),
-            BudgetRow("reclaimable", self.reclaimable, "given back by evicting"),
+            BudgetRow("reclaimable", self.reclaimable, "contexts of no session, and parked KV"),
             BudgetRow("promised", self.promised, "to contexts, and not touched yet"),
             *self._elsewhere_rows(),
             BudgetRow("reserve", self.reserve, "left to the rest of the machine"),
@@ -250,15 +250,15 @@ def make_budget(
     if copied_bytes and use.weights_resident:
         copied_bytes = use.weights_anonymous_bytes or copied_bytes
     weights_resident = facts.weights_bytes + copied_bytes if use.weights_resident else 0
-    reclaimable = use.reclaimable_bytes if reclaim else 0
+    given_back = use.reclaimable_bytes + use.cold_bytes if reclaim else 0
     return Budget(
         free=memory.available_bytes,
         loaded=min(use.weights_anonymous_bytes, weights_resident),
-        reclaimable=reclaimable,
+        reclaimable=given_back,
         promised=use.compute_bytes,
         reserve=policy.reserve_bytes or default_reserve(total),
         user_limit=policy.user_limit_bytes,
-        resident=max(0, use.resident_bytes - reclaimable),
+        resident=max(0, use.resident_bytes + use.cold_bytes - given_back),
         weights=facts.weights_bytes,
         headroom_fraction=policy.headroom,
         companions=companions,

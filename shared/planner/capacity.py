@@ -14,7 +14,8 @@ How the numbers are defined where a definition was needed:
 * Without a memory reading, of the host or of where the model lives, ``memory_fit`` is unknown,
   nothing is refused for memory, and the window is what was asked or else the floor, within the
   ceiling.
-* ``planner`` adds to ``effective`` the tokens whose KV the cold budget holds.
+* ``planner`` adds to ``effective`` the tokens whose KV the host's memory holds parked: within the
+  policy's cold budget, and within what the plan leaves free. Unknown memory holds none.
 """
 
 from __future__ import annotations
@@ -189,15 +190,19 @@ def _resolution(decision: Decision, spread: Spread) -> Resolution:
     problem, layout, allocated = decision.problem, decision.layout, decision.allocated
     use, policy = problem.use, problem.policy
     sessions = use.sessions + layout.max_count(spread, policy.max_sessions)
+    cold = _cold_budget(decision, spread)
     return Resolution(
         numbers=_six(
             problem,
-            decision.costs,
             decision.window,
             decision.memory_fit,
             decision.held + allocated,
+            _tokens_parked(decision.costs, cold),
         ),
-        budget=budget_rows(problem, decision.costs, layout, spread, allocated, decision.fits_one),
+        budget=(
+            *budget_rows(problem, decision.costs, layout, spread, allocated, decision.fits_one),
+            BudgetRow("cold_budget", cold, "for parked KV, of what is left"),
+        ),
         k_type=problem.request.k_type,
         v_type=problem.request.v_type,
         kv_bytes=spread.kv,
@@ -206,7 +211,8 @@ def _resolution(decision: Decision, spread: Spread) -> Resolution:
         placement=placement_word(layout, spread),
         max_sessions=min(policy.max_sessions, sessions),
         allocated=allocated,
-        free_bytes=_to_free(layout, spread),
+        free_bytes=_to_free(layout, spread, use.cold_bytes),
+        cold_bytes=cold,
         gpu_layers=spread.gpu_layers,
         tensor_split=spread.tensor_split,
         devices=device_plans(layout, spread),
@@ -215,18 +221,32 @@ def _resolution(decision: Decision, spread: Spread) -> Resolution:
     )
 
 
-def _to_free(layout: Layout, spread: Spread) -> int:
-    """Bytes of reclaimable contexts to give back, over all places, before allocating.
+def _cold_budget(decision: Decision, spread: Spread) -> int:
+    """Host bytes that parked KV may take: no context that is planned here needs them."""
+    host = spread.parts[0]
+    left = decision.layout.host_budget(host).contexts - decision.need * host.context
+    return max(0, min(decision.problem.policy.cold_budget_bytes, left))
+
+
+def _tokens_parked(costs: Costs, cold_bytes: int) -> int:
+    per_token = costs.cold_bytes_per_token() if cold_bytes else 0
+    return cold_bytes // per_token if per_token else 0
+
+
+def _to_free(layout: Layout, spread: Spread, cold_bytes: int) -> int:
+    """Bytes to give back before allocating: parked KV, which goes first, then reclaimable contexts
+    over all places.
 
     A context lies on its places in proportion, so that what one place is short of is freed with
     what lies elsewhere.
     """
     places = (layout.host, *layout.devices)
-    reclaimable = [place.budget.reclaimable for place in places]
-    short = layout.shortages(spread, 1, reclaim=False)
-    return max(
-        [0, *(-(-sum(reclaimable) * s // r) for s, r in zip(short, reclaimable, strict=True) if r)]
-    )
+    contexts = [place.budget.reclaimable for place in places]
+    contexts[0] -= cold_bytes
+    host, *others = layout.shortages(spread, 1, reclaim=False)
+    short = zip((host - cold_bytes, *others), contexts, strict=True)
+    needed = max([0, *(-(-sum(contexts) * s // r) for s, r in short if r)])
+    return needed + cold_bytes if needed else min(cold_bytes, max(0, host))
 
 
 def _refused(decision: Decision, refusal: Refusal) -> Resolution:
@@ -246,13 +266,12 @@ def _nothing(served: Resolution, problem: Problem, refusal: Refusal) -> Resoluti
         max_sessions=min(problem.policy.max_sessions, problem.use.sessions),
         allocated=0,
         free_bytes=0,
+        cold_bytes=0,
         refusal=refusal,
     )
 
 
-def _six(
-    problem: Problem, costs: Costs | None, window: Number, memory_fit: Number, hot: int
-) -> SixNumbers:
+def _six(problem: Problem, window: Number, memory_fit: Number, hot: int, parked: int) -> SixNumbers:
     facts, request = problem.facts, problem.request
     known = facts.model_max > 0
     model_max = Number(
@@ -266,20 +285,18 @@ def _six(
         memory_fit=memory_fit,
         effective=window,
         hot=Number(hot, window.reason, memory_fit.reason, memory_fit.tokens),
-        planner=_planner(problem, costs, window.tokens),
+        planner=_planner(problem, window.tokens + parked),
     )
 
 
-def _planner(problem: Problem, costs: Costs | None, served: int) -> Number:
-    """The logical window: the dense one, and what the cold budget holds beside it."""
-    ceiling, budget = problem.facts.model_max, problem.policy.cold_budget_bytes
-    per_token = costs.cold_bytes_per_token() if costs is not None and budget > 0 else 0
-    cold = served + (budget // per_token if per_token else 0)
+def _planner(problem: Problem, tokens: int) -> Number:
+    """The logical window: the dense one, and what is parked beside it."""
+    ceiling = problem.facts.model_max
     if not ceiling:
-        return Number(cold, Reason.COLD_BUDGET)
-    if cold >= ceiling:
-        return Number(ceiling, Reason.MODEL_CEILING, Reason.COLD_BUDGET, cold)
-    return Number(cold, Reason.COLD_BUDGET, Reason.MODEL_CEILING, ceiling)
+        return Number(tokens, Reason.COLD_BUDGET)
+    if tokens >= ceiling:
+        return Number(ceiling, Reason.MODEL_CEILING, Reason.COLD_BUDGET, tokens)
+    return Number(tokens, Reason.COLD_BUDGET, Reason.MODEL_CEILING, ceiling)
 
 
 def _blind(problem: Problem) -> Resolution:
@@ -300,7 +317,7 @@ def _blind(problem: Problem) -> Resolution:
     there = max(0, use.gpu_layers)
     whole = there > len(costs.shape_of)
     return Resolution(
-        numbers=_six(problem, costs, window, unknown, use.cells + allocated),
+        numbers=_six(problem, window, unknown, use.cells + allocated, parked=0),
         budget=(
             BudgetRow("free", memory.available_bytes if memory.known else 0, problem.blind),
             BudgetRow("weights", facts.weights_bytes),

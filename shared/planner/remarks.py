@@ -23,7 +23,7 @@ def remarks(problem: Problem, gpu_layers: int) -> tuple[str, ...]:
 def _on_sessions(problem: Problem) -> Iterator[str]:
     open_now, most = problem.use.sessions, problem.policy.max_sessions
     if open_now >= most:
-        yield f"all {most} sessions (max_sessions) are open: one must close first"
+        yield f"all {most} contexts (max_sessions) are taken: a session must close, or be parked"
 
 
 def _on_devices(problem: Problem) -> Iterator[str]:

@@ -209,7 +209,7 @@ def use_after_switch(use: SlotUse) -> SlotUse:
     if not (use.weights_resident or use.cells):
         return use
     return SlotUse(
-        reclaimable_bytes=use.resident_bytes + use.weights_anonymous_bytes,
+        reclaimable_bytes=use.resident_bytes + use.weights_anonymous_bytes + use.cold_bytes,
         compute_bytes=use.compute_bytes,
         elsewhere_untouched_bytes=use.elsewhere_untouched_bytes,
         elsewhere_bytes=use.elsewhere_bytes,

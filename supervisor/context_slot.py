@@ -1,0 +1,222 @@
+"""How sessions come to their contexts in a slot: made, registered, forked, and what makes place.
+
+Knows no load, no transport and no policy of whom to park; what a session is opened with is
+``model_slot``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from modeld.shared.capacity import CapacityRequest, Resolution
+from modeld.shared.errors import InsufficientMemory, InvalidRequest, UnsupportedFeature
+from modeld.shared.messages import ForkOp, ForkResult, LoadResult, OpenOp, OpenResult
+from modeld.shared.planner.capacity import confirm
+from modeld.supervisor.durable_sessions import Saved, refuse_unless_saved
+from modeld.supervisor.findings import check_context
+from modeld.supervisor.models.store import StoredModel
+from modeld.supervisor.parking_slot import ParkingSlot
+from modeld.supervisor.sessions import Session
+from modeld.supervisor.slot_core import Caller
+from modeld.supervisor.slot_plan import host_buffers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Forked:
+    session: Session
+    result: ForkResult
+    queue_seconds: float
+
+
+class ContextSlot(ParkingSlot):
+    """Part of ``ModelSlot``. All methods run on the daemon's loop."""
+
+    async def close(self, session: Session, *, why: str, discard: bool = False) -> int:
+        raise NotImplementedError
+
+    async def keep(self, session: Session, key: str) -> Saved:
+        raise NotImplementedError
+
+    async def _close_unknown(self, session: Session) -> None:
+        raise NotImplementedError
+
+    async def fork(
+        self, source: Session, caller: Caller, *, session_key: str = "", durable: bool = False
+    ) -> Forked:
+        """A second session of what ``source`` holds, which goes on by itself.
+
+        Raises InvalidRequest for a key that is open or, if ``durable``, that something is saved
+        under; InsufficientMemory where no context can be had; UnsupportedFeature where the engine
+        doesn't copy, or doesn't give what is to be saved. The source is as it was then.
+        """
+        await self._refuse_used_key(source, session_key, durable)
+        async with self.hold(source.session_id, "fork", caller) as hold:
+            await self._refuse_used_key(source, session_key, durable)
+            self.sessions.get(source.session_id, source.generation, time.monotonic())
+            resident = self.resident
+            if resident is None:
+                raise self.sessions.stale(source.generation)
+            _refuse_unless_forked(source.model, resident.load)
+            if durable:
+                refuse_unless_saved(source.model, resident.load.capabilities)
+            await self._make_place(source)
+            await self.ready(source)
+            session_id = self.sessions.new_id()
+            window = source.resolution.numbers.effective.tokens
+            capacity = replace(source.request, window=window, sessions=0)
+            results: list[ForkResult] = []
+
+            async def make(planned: Resolution) -> Session:
+                operation = ForkOp(
+                    session_id=source.session_id,
+                    new_session_id=session_id,
+                    free_bytes=planned.free_bytes,
+                    compute_bytes=host_buffers(planned),
+                )
+                result, resolution = await self._make_context(planned, operation, source)
+                assert isinstance(result, ForkResult)
+                results.append(result)
+                now = time.monotonic()
+                return source.forked(session_id, session_key, resolution, result.resident, now)
+
+            session = await self._new_session(
+                session_id, resident.model, capacity, make, kept=source
+            )
+            if durable:
+                try:
+                    await self.keep(session, session_key)
+                except BaseException:
+                    self.spawn(self._close_unknown(session))
+                    raise
+            return Forked(session, results[-1], hold.waited_s)
+
+    async def _refuse_used_key(self, source: Session, key: str, durable: bool) -> None:
+        """A branch never takes another session's place."""
+        if not key:
+            return
+        other = self.sessions.by_key(key)
+        if other is not None:
+            raise InvalidRequest.of(
+                "session_key", key, "a key of no open session", f"{other.session_id} has it."
+            )
+        self.durable.check_elsewhere(self.sessions, key, model=source.model, durable=durable)
+        if durable and await asyncio.to_thread(self.durable.folder(key).read) is not None:
+            raise InvalidRequest.of(
+                "session_key",
+                key,
+                "a key that nothing is saved under",
+                "Open that session instead, or close it with discard first.",
+            )
+
+    async def _new_session(
+        self,
+        session_id: str,
+        model: StoredModel,
+        capacity: CapacityRequest,
+        make: Callable[[Resolution], Awaitable[Session]],
+        *,
+        kept: Session | None = None,
+    ) -> Session:
+        """Plan a context, have ``make`` make it, and open the session that has it. Where the caller
+        is gone meanwhile nobody has its handle, so that it is closed again.
+        """
+
+        async def opened(planned: Resolution) -> Session:
+            session = await make(planned)
+            self.sessions.add(session)
+            self.latest = told = session.resolution
+            self._bus.emit(
+                "session",
+                backend=self.backend,
+                state="open",
+                model=session.model,
+                generation=session.generation,
+                session_id=session_id,
+            )
+            if not planned.gpu_layers:
+                await self.planning.context_made(
+                    model.digest, capacity, told.allocated, told.kv_bytes, told.compute_bytes
+                )
+            return session
+
+        try:
+            async with self.placing:
+                return await self.place(
+                    model, capacity, lambda plan: self.see_through(opened(plan)), kept=kept
+                )
+        except asyncio.CancelledError:
+            for session in self.sessions.all():
+                if session.session_id == session_id:
+                    self.spawn(self._close_unknown(session))
+            raise
+
+    async def _make_context(
+        self, planned: Resolution, operation: OpenOp | ForkOp, source: Session | None = None
+    ) -> tuple[OpenResult, Resolution]:
+        """Have the worker make it as planned: what it answered, and the plan as it came true.
+
+        Who gets it is registered before anything else happens.
+        """
+        resident = self.resident
+        if resident is None:  # the worker went away while the plan was made
+            raise self.sessions.stale(self.sessions.previous)
+        with self.plan.under_way(planned, load=False):
+            result = await self.call(operation, session=source)
+        assert isinstance(result, OpenResult)
+        findings = check_context(planned, result)
+        self._tell_findings(findings)
+        resolution = confirm(
+            planned,
+            window=result.window,
+            slot_cells=result.slot_cells,
+            kv_bytes=result.kv_bytes,
+            compute_bytes=result.compute_bytes,
+            findings=resident.findings + findings,
+        )
+        self.plan.count(result, self.sessions.resident + 1, planned)
+        return result, resolution
+
+    async def _make_place(self, kept: Session | None = None) -> None:
+        """Where as many are open as may be, close the detached session that was used least
+        recently, ``kept`` excepted. Raises InsufficientMemory where none is.
+
+        What it held stays as reclaimable cache, which its key's next open finds.
+        """
+        config = self.config
+        most = config.max_sessions if self.cannot_park else config.max_open_sessions
+        if len(self.sessions) < most:
+            return
+        detached = [one for one in self.sessions.detached(time.monotonic()) if one is not kept]
+        if detached:
+            oldest = min(detached, key=lambda session: session.used_at)
+            await self.close(oldest, why="closed while detached, to make room for another session")
+        elif len(self.sessions) >= config.max_open_sessions:
+            raise InsufficientMemory(
+                f"{len(self.sessions)} sessions are open, as many as max_open_sessions allows, and "
+                "none is detached. Close one, or raise that setting.",
+                metadata={
+                    "open_sessions": len(self.sessions),
+                    "max_open_sessions": config.max_open_sessions,
+                },
+            )
+
+    def _tell_findings(self, findings: tuple[str, ...]) -> None:
+        for finding in findings:
+            logger.warning("%s: %s", self.model_name, finding)
+            self._emit("finding", cause=finding)
+
+
+def _refuse_unless_forked(model: str, load: LoadResult) -> None:
+    answer = load.capabilities.get("fork", "no")
+    if answer.startswith("no"):
+        raise UnsupportedFeature(
+            f"Sessions of {model!r} can't be forked ({answer}). Open a session with the same "
+            "prompt instead: it is evaluated again.",
+            metadata={"capability": "fork", "model": model, "answer": answer},
+        )

@@ -1,0 +1,192 @@
+"""A slot whose sessions may be more than its contexts: parks idle ones, and brings them back.
+
+Owns the order of planning, parking and making a context. Whom to park is ``parking``'s, what a
+context costs the planner's; knows no transport and no model's load.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from modeld.shared.capacity import (
+    CapacityRequest,
+    Companions,
+    MachineReading,
+    Resolution,
+)
+from modeld.shared.errors import (
+    InsufficientMemory,
+    InvalidRequest,
+    SessionNotFound,
+    StorageFull,
+    UnsupportedFeature,
+)
+from modeld.shared.messages import ParkOp, ParkResult, ResumeOp, ResumeResult
+from modeld.supervisor import parking
+from modeld.supervisor.models.store import StoredModel
+from modeld.supervisor.planning import Question
+from modeld.supervisor.sessions import Back, Session
+from modeld.supervisor.slot_core import SlotCore
+from modeld.supervisor.slot_plan import NO_COMPANIONS, host_buffers
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+# What keeps one session from being parked, and nothing else from going on.
+_CANNOT = (InsufficientMemory, InvalidRequest, SessionNotFound, StorageFull, UnsupportedFeature)
+
+
+class ParkingSlot(SlotCore):
+    """Part of ``ModelSlot``. All methods run on the daemon's loop."""
+
+    def _question(
+        self, model: StoredModel, request: CapacityRequest, companions: Companions = NO_COMPANIONS
+    ) -> Question:
+        raise NotImplementedError
+
+    @property
+    def cannot_park(self) -> str:
+        """Why no session of this slot is parked, in words; "" where they are."""
+        resident = self.resident
+        if not self.config.parks or (resident is not None and resident.cold is None):
+            return parking.NO_BUDGET
+        if resident is None or resident.cold_store.startswith("no"):  # what isn't known is tried
+            return "Sessions of this model can't be parked (capability cold_store)."
+        return ""
+
+    def _cold_bytes(self) -> int:
+        """RAM that the worker's parked KV takes: as of its last heartbeat, or told since."""
+        if self.resident is None:
+            return 0
+        told, then = self._cold_told
+        beat = self.keeper.heartbeat
+        return told if beat is None or beat is then else beat.cold_bytes
+
+    def _cold_is(self, size: int) -> None:
+        self._cold_told = (size, self.keeper.heartbeat)
+
+    async def place(
+        self,
+        model: StoredModel,
+        request: CapacityRequest,
+        make: Callable[[Resolution], Awaitable[T]],
+        *,
+        kept: Session | None = None,
+    ) -> T:
+        """Plan a context and have it made, parking idle sessions for it where need be.
+
+        ``make`` is given the plan and sends the operation; ``kept`` stays. To be called by who
+        holds ``placing``. Raises InsufficientMemory as the planner or the worker says it, with how
+        many were parked; where parking all that are idle wouldn't help, none is.
+        """
+        stays = {kept.session_id} if kept else set[str]()
+        parked = 0
+        while True:
+            machine = await self.planning.read()
+            question = self._question(model, request)
+            refusal: InsufficientMemory | None = None
+            try:
+                planned = self.plan.resolve(question, machine)
+                full = self.sessions.resident >= self.config.max_sessions
+                if not full or not self._idle(stays):
+                    return await make(planned)
+            except InsufficientMemory as error:
+                refusal = error
+            spare = self._idle(stays)
+            if refusal is not None and not (spare and self._fits(question, machine, spare)):
+                others = self.sessions.resident - (kept is not None and not kept.parked)
+                raise parking.refused(refusal, parked, others, self.cannot_park) from None
+            if await self.see_through(self._park(spare[0])):
+                parked += 1
+            else:
+                stays.add(spare[0].session_id)
+
+    def _idle(self, kept: set[str]) -> list[Session]:
+        if self.cannot_park:
+            return []
+        return parking.idle(self.sessions.all(), self.queue.sessions(), kept)
+
+    def _fits(self, question: Question, machine: MachineReading, spare: list[Session]) -> bool:
+        """Whether it would be planned with all of these parked."""
+        use = parking.use_if_parked(question.use, spare)
+        try:
+            self.planning.resolve(replace(question, use=use), machine)
+        except InsufficientMemory:
+            return False
+        return True
+
+    async def _park(self, session: Session) -> bool:
+        """Give its context to others; whether that was done."""
+        try:
+            result = await self.call(ParkOp(session_id=session.session_id))
+        except _CANNOT as error:
+            logger.warning("%s isn't parked: %s", session.session_id, error.message)
+            return False
+        assert isinstance(result, ParkResult)
+        session.parked = True
+        session.times_parked += 1
+        self._cold_is(result.ram_bytes)
+        self.plan.count(result, self.sessions.resident)
+        lost = f", {result.lost} lost" if result.lost else ""
+        self._tell_moved(session, "parked", f"{result.parked} tokens kept{lost}", result.seconds)
+        return True
+
+    async def ready(self, session: Session) -> None:
+        """Give a parked session a context again, parking another for it where need be.
+
+        Raises InsufficientMemory where that can't be; the session then stays parked. Raises
+        SessionClosed where it was closed meanwhile.
+        """
+        if session.parked:
+            await self._bring_back(session)
+
+    async def _bring_back(self, session: Session) -> None:
+        async with self.placing:
+            if not session.parked:  # another call of it was first
+                return
+            resident = self.resident
+            if resident is None:
+                raise self.sessions.stale(session.generation)
+            window = session.resolution.numbers.effective.tokens
+            await self.place(
+                resident.model,
+                replace(session.request, window=window, sessions=0),
+                lambda planned: self.see_through(self._resume(session, planned)),
+                kept=session,
+            )
+
+    async def _resume(self, session: Session, planned: Resolution) -> None:
+        self.sessions.get(session.session_id, session.generation, time.monotonic())
+        with self.plan.under_way(planned, load=False):
+            result = await self.call(
+                ResumeOp(
+                    session_id=session.session_id,
+                    free_bytes=planned.free_bytes,
+                    compute_bytes=host_buffers(planned),
+                )
+            )
+        assert isinstance(result, ResumeResult)
+        session.parked = False
+        session.resident = result.resident
+        session.resumed_tokens += result.restored
+        session.back = Back(result.restored, result.missing, result.seconds)
+        self.plan.count(result, self.sessions.resident, planned)
+        missing = f", {result.missing} missing" if result.missing else ""
+        text = f"{result.restored} tokens brought back{missing}"
+        self._tell_moved(session, "resumed", text, result.seconds)
+
+    def _tell_moved(self, session: Session, state: str, text: str, seconds: float) -> None:
+        logger.info("%s %s: %s in %.3f s", session.session_id, state, text, seconds)
+        self._bus.emit(
+            "session",
+            backend=self.backend,
+            state=state,
+            model=session.model,
+            generation=session.generation,
+            session_id=session.session_id,
+            cause=f"{text} in {seconds:.3f} s",
+        )
