@@ -10,17 +10,21 @@ from typing import Any, TypeVar
 
 import click
 
-from modeld.cli import texts
+from modeld.cli import conversations, texts
+from modeld.cli.conversations import Conversation
 from modeld.cli.main import Settings
-from modeld.cli.output import count, note, seconds
+from modeld.cli.output import ago, count, note, seconds
 from modeld.cli.progress import Meanwhile
 from modeld.client import (
     Client,
+    ClientError,
     Final,
     GenerationStale,
     ManifestMismatch,
+    ModeldError,
     PrefillStatus,
     Recovery,
+    Resumed,
     Session,
     SessionClosed,
     SessionNotFound,
@@ -32,7 +36,19 @@ from modeld.client.streams import EventCallback
 F = TypeVar("F", bound=Callable[..., Any])
 
 # How a session was opened, as against what it is of.
-REPLACEABLE = frozenset({"window", "k_type", "v_type", "profile_id", "prompt_format", "adapters"})
+REPLACEABLE = frozenset(
+    {
+        "window",
+        "k_type",
+        "v_type",
+        "profile_id",
+        "prompt_format",
+        "adapters",
+        "overflow",
+        "layout",
+        "durable",
+    }
+)
 
 
 def decode_flags(function: F) -> F:
@@ -91,6 +107,14 @@ def session_flags(function: F) -> F:
         click.option("--k-type", default="", metavar="TYPE",
                      help="KV cache type of the keys, e.g. q8_0. Default: the daemon's."),
         click.option("--v-type", default="", metavar="TYPE", help="The same of the values."),
+        click.option("--overflow", type=click.Choice(["refuse", "evict"]), default=None,
+                     help="What to do once the window (of at least 1,024 tokens) is full: refuse "
+                     "(the default), or evict: go on, with the middle out of attention."),
+        click.option("--session", "session_key", default="", metavar="KEY",
+                     help="Go on with the conversation of this name, or begin it."),
+        click.option("--durable/--no-durable", default=None,
+                     help="Save the session's memory after each answer, so that it comes back "
+                     "after a restart; with --session."),
         click.option("--no-start", is_flag=True,
                      help="Fail (exit status 3) rather than start a daemon where none runs."),
         click.option("--no-wait", is_flag=True,
@@ -99,6 +123,40 @@ def session_flags(function: F) -> F:
     for flag in reversed(flags):
         function = flag(function)
     return function
+
+
+def kept_conversation(
+    settings: Settings,
+    key: str,
+    prompt_format: str,
+    model: str,
+    *,
+    overflow: str | None,
+    durable: bool | None,
+) -> Conversation:
+    """The conversation of ``--session KEY``, or one that isn't kept ("").
+
+    What isn't said stays as the conversation had it.
+    """
+    if durable and not key:
+        raise click.UsageError("--durable needs a --session KEY to come back by")
+    conversation = (
+        conversations.load(settings.root, key, prompt_format, model)
+        if key
+        else Conversation(prompt_format, model)
+    )
+    conversation.overflow = overflow or conversation.overflow
+    conversation.durable = conversation.durable if durable is None else durable
+    return conversation
+
+
+def leave(session: Session, *, keep: bool) -> None:
+    """Best effort: the answer has been given, or a better error is on its way."""
+    with contextlib.suppress(ModeldError, ClientError):
+        if keep:
+            session.detach()
+        else:
+            session.close()
 
 
 def tell_recovery(recovery: Recovery) -> None:
@@ -132,11 +190,23 @@ def open_session(
             )
 
     try:
-        return opened()
+        session = opened()
     except ManifestMismatch as error:
         if not _gave_way(client, options.get("session_key", ""), error):
             raise
-    return opened()
+        session = opened()
+    _tell_resumed(session.opened.resumed)
+    return session
+
+
+def _tell_resumed(resumed: Resumed | None) -> None:
+    if resumed is None:
+        return
+    if resumed.miss_reason:
+        note(f"what was saved of the session didn't come back ({resumed.miss_reason})", "yellow")
+        return
+    age = ago(resumed.saved_unix_ms)
+    note(f"the session is back with {count(resumed.tokens)} tokens, as saved {age}")
 
 
 def _gave_way(client: Client, key: str, error: ManifestMismatch) -> bool:
@@ -210,6 +280,7 @@ def tell_numbers(stream: TurnStream, *, seed: bool) -> None:
         parts.append(f"first token {seconds(stream.seconds_to_first_token)}")
     if stream.final is not None:
         parts.append(_generated(stream.final))
+        parts += _outside(stream, stream.final)
         if seed:
             parts.append(f"seed {stream.final.seed}")
     elif stream.cancelled:
@@ -219,7 +290,21 @@ def tell_numbers(stream: TurnStream, *, seed: bool) -> None:
 
 def _prefilled(name: str, tokens: int, status: PrefillStatus) -> str:
     reused, prefilled = count(status.reused), count(status.prefilled)
+    if status.restored:
+        reused += f" ({count(status.restored)} restored)"
     return f"{name} {count(tokens)}: {reused} reused, {prefilled} prefilled"
+
+
+def _outside(stream: TurnStream, final: Final) -> list[str]:
+    """What isn't attended and what that cost, where there is any; whether the turn was saved."""
+    statuses = [s for s in (stream.prefix_status, stream.suffix_status) if s is not None]
+    recomputed = final.recomputed + sum(status.recomputed for status in statuses)
+    numbers = (("parked", final.parked), ("gone", final.gone), ("recomputed", recomputed))
+    parts = [f"{count(tokens)} {name}" for name, tokens in numbers if tokens]
+    saved = final.saved
+    if saved is not None:
+        parts.append("saved" if saved.ok else f"not saved: {saved.reason}")
+    return parts
 
 
 def _generated(final: Final) -> str:

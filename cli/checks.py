@@ -13,7 +13,7 @@ from enum import StrEnum
 from modeld.cli.output import count, size
 from modeld.cli.plan_view import host, remedy_command
 from modeld.client import DaemonStatus, Description, SlotState, SlotStatus
-from modeld.client.values import Device, Machine
+from modeld.client.values import Device, DiskStats, Machine
 from modeld.shared.asking import AskAnswer
 from modeld.shared.errors import DigestMismatch, ModeldError, ModelLoadFailed, ModelNotFound
 from modeld.shared.lease_record import Discovery, DiscoveryState
@@ -364,6 +364,21 @@ def disk(path: str, free_bytes: int, total_bytes: int) -> Finding:
         how = "free some, or choose another data root: --data-root, MODELD_DATA_ROOT"
         return Finding("disk", Level.WARNING, text, how)
     return Finding("disk", Level.OK, text)
+
+
+def saved(stats: DiskStats) -> Finding:
+    """What a running daemon keeps of sessions on its disk."""
+    kept = stats.snapshots_bytes + stats.durable_bytes
+    limit = f" of the {size(stats.quota_bytes)} that may be" if stats.quota_bytes else ""
+    text = f"saved sessions take {size(kept)}{limit}"
+    if stats.cold_bytes:
+        text += f", parked KV {size(stats.cold_bytes)}"
+    if not stats.damaged_snapshots:
+        return Finding("disk", Level.OK, text)
+    named = ", ".join(stats.damaged_snapshots[:3])
+    more = len(stats.damaged_snapshots) - 3
+    text += f"; damaged and not listed: {named}{f' and {more} more' if more > 0 else ''}"
+    return Finding("disk", Level.WARNING, text, "delete them, or import them from a whole copy")
 
 
 def open_files(soft: int, hard: int) -> Finding:

@@ -1,4 +1,4 @@
-"""What `run --session KEY` remembers between runs: one small private file a key.
+"""What `--session KEY` of `run` and `chat` remembers: one small private file a key.
 
 Text is kept so that a conversation outlives any session; ids are kept so that, while the session
 lives, the answers are referred to as they were sampled.
@@ -17,7 +17,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from modeld.client import GeneratedTurn, Image, InvalidRequest, Message, Text
+from modeld.client import (
+    GeneratedTurn,
+    Image,
+    InvalidRequest,
+    Message,
+    Session,
+    Text,
+    TurnStream,
+)
 from modeld.shared.errors import StorageFull
 from modeld.shared.ids import check_session_key
 
@@ -46,24 +54,61 @@ def encoded(images: Sequence[Image]) -> list[str]:
 
 @dataclass
 class Conversation:
-    """A transcript; ``system`` is what stands before the first exchange."""
+    """A transcript; ``system`` is what stands before the first exchange.
+
+    ``overflow`` and ``durable`` are how its session is opened where the caller doesn't say.
+    """
 
     prompt_format: str
     model: str = ""  # "": kept by a version that didn't say
     system: list[str] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
+    overflow: str = "refuse"
+    durable: bool = False
 
     def items(self) -> list[Message | GeneratedTurn | Text]:
-        """All exchanges as a prompt's pieces."""
+        """All that was said as a prompt's pieces, what the model is told first included."""
+        raw = self.prompt_format == "raw"
         found: list[Message | GeneratedTurn | Text] = []
+        if raw:
+            found += [Text(part) for part in self.system]
+        elif self.system:
+            parts = [piece for part in self.system for piece in ("\n\n", part)][1:]
+            found.append(Message("system", tuple(parts)))
         for each in self.exchanges:
-            raw = self.prompt_format == "raw"
             found.append(Text(each.user) if raw else Message.user(each.user, each.shown()))
             if each.turn_id:
                 found.append(GeneratedTurn(each.turn_id, each.session_id, each.answer))
             else:
                 found.append(Text(each.answer) if raw else Message("assistant", each.answer))
         return found
+
+    def add(self, text: str, images: Sequence[Image], stream: TurnStream) -> bool:
+        """Take an exchange, however it ended; False where there was no answer at all."""
+        if not (stream.final or stream.text):
+            return False
+        turn = stream.generated_turn
+        self.exchanges.append(
+            Exchange(
+                user=text,
+                answer=stream.text,
+                turn_id=turn.turn_id if turn else "",
+                session_id=turn.session_id if turn else "",
+                images=encoded(images),
+            )
+        )
+        return True
+
+    def follow(self, session: Session) -> None:
+        """Answers of an earlier session that a durable one brought back are this one's now."""
+        resumed = session.opened.resumed
+        known = set(resumed.generated_turn_ids) if resumed is not None else set()
+        self.moved(known, session.handle.session_id)
+
+    def moved(self, turn_ids: set[str], session_id: str) -> None:
+        for exchange in self.exchanges:
+            if exchange.turn_id in turn_ids:
+                exchange.session_id = session_id
 
 
 def path_of(data_root: Path, key: str) -> Path:
@@ -93,6 +138,8 @@ def load(data_root: Path, key: str, prompt_format: str, model: str) -> Conversat
             str(data.get("model", "")) or model,
             [str(text) for text in data["system"]],
             [Exchange(**exchange) for exchange in data["exchanges"]],
+            str(data.get("overflow", "refuse")),
+            bool(data.get("durable", False)),
         )
         for exchange in kept.exchanges:
             exchange.shown()

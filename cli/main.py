@@ -30,6 +30,7 @@ COMMANDS = {
     "run": "modeld.cli.commands.run:run",
     "chat": "modeld.cli.commands.chat:chat",
     "sessions": "modeld.cli.commands.sessions:sessions",
+    "snapshots": "modeld.cli.commands.snapshots:snapshots",
     "status": "modeld.cli.commands.status:status",
     "describe": "modeld.cli.commands.describe:describe",
     "plan": "modeld.cli.commands.plan:plan",

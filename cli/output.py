@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -233,6 +234,11 @@ def size(value_bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"
+
+
+def ago(unix_ms: int) -> str:
+    """How long ago a wall-clock time was."""
+    return f"{seconds(max(0.0, time.time() - unix_ms / 1000))} ago" if unix_ms else "never"
 
 
 def seconds(value_s: float) -> str:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from modeld.client import calls, values
+from modeld.client.aio_residency import AsyncClientSnapshots
 from modeld.client.aio_session import AsyncSession
 from modeld.client.aio_transport import AsyncStream, AsyncTransport
 from modeld.client.calls import NO_COMPANIONS, Call, Deadlines, OpenOptions
@@ -27,7 +28,7 @@ E = TypeVar("E")
 T = TypeVar("T")
 
 
-class AsyncClient:
+class AsyncClient(AsyncClientSnapshots):
     """A connection to one daemon. Bound to one event loop; an asynchronous context manager.
 
     Calls raise one class of ``modeld.shared.errors`` for each of the contract's reasons, and one
@@ -118,6 +119,7 @@ class AsyncClient:
         overflow: str = "refuse",
         layout: str = "isolated",
         durable: bool = False,
+        fresh: bool = False,
         adapters: Sequence[AdapterId] = (),
         no_wait: bool = False,
         timeout: float | None = None,
@@ -128,6 +130,16 @@ class AsyncClient:
         """Make the model resident if need be, and open (or by key attach to) a session.
 
         ``adapters`` are LoRA adapters of the store, by the digests that ``models`` tells.
+
+        With ``overflow`` "evict" a conversation goes on beyond its window (of at least 1,024
+        tokens): what is neither pinned, at its head nor recent goes out of attention, and every
+        answer counts it (``parked``, ``gone``); ``Session.admit`` brings it back. With "refuse" a
+        prompt beyond the window is ContextOverflow.
+
+        With ``durable``, which needs a ``session_key``, the session is saved at the end of each
+        turn (``Final.saved``), and an open with the same key after a crash or a restart brings it
+        back: ``opened.resumed`` says what, from when, or why not. ``fresh`` forgets what was saved
+        under the key instead. Closing with ``discard`` forgets it too.
 
         ``window`` in tokens, 0: chosen by the planner. ``prompt_format`` "": chat where the model
         has a template, else raw. With ``recover`` a lost session is reopened by itself, and says
@@ -147,6 +159,7 @@ class AsyncClient:
             overflow=overflow,
             layout=layout,
             durable=durable,
+            fresh=fresh,
             adapters=tuple(adapters),
         )
         timeout_s = timeout if timeout is not None else self.deadlines.open_s
@@ -162,7 +175,7 @@ class AsyncClient:
         return AsyncSession(self, core)
 
     async def reopen(self, core: SessionCore) -> values.Opened:
-        call = calls.open_session(core.options, self.deadlines.open_s)
+        call = calls.open_session(core.reopening, self.deadlines.open_s)
         return await self._outcome(call, values.Opened, None)
 
     async def reconnect(self) -> None:

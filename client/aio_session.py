@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from modeld.client import calls
+from modeld.client.aio_residency import AsyncSessionResidency
 from modeld.client.aio_streams import AsyncDecodeStream, AsyncTurnStream, EventCallback
 from modeld.client.aio_transport import AsyncStream, AsyncTransport
 from modeld.client.calls import Call, Deadlines, DecodeOptions, TurnEvent
@@ -24,7 +25,13 @@ from modeld.client.prompts import (
     ToolInput,
     prompt_part,
 )
-from modeld.client.session_core import SessionCore, StreamState, decode_options, restores
+from modeld.client.session_core import (
+    SessionCore,
+    StreamState,
+    decode_options,
+    not_sent_again,
+    restores,
+)
 from modeld.client.values import (
     Closed,
     ContextReport,
@@ -55,7 +62,7 @@ class AsyncOpener(Protocol):
     async def reopen(self, core: SessionCore) -> Opened: ...
 
 
-class AsyncSession:
+class AsyncSession(AsyncSessionResidency):
     """A conversation's KV state on a daemon. Use it as a context manager, or ``close`` it.
 
     Every call raises one class of ``modeld.shared.errors`` for the daemon's typed answers and one
@@ -89,6 +96,15 @@ class AsyncSession:
     def opened(self) -> Opened:
         """The whole answer of the latest open."""
         return self._core.opened
+
+    @property
+    def model(self) -> str:
+        """Its name in the store."""
+        return self._core.options.model
+
+    def has_turn(self, turn_id: str) -> bool:
+        """Whether this session has that answer, though another one gave it (by fork or restore)."""
+        return self._core.turns is not None and turn_id in self._core.turns
 
     @property
     def recoveries(self) -> list[Recovery]:
@@ -253,6 +269,18 @@ class AsyncSession:
                 raise
         return await self._client.transport.unary(make())
 
+    async def _send_once(self, operation: str, make: Callable[[], Call[T]]) -> T:
+        """One call that isn't sent again after a loss: it may have had its effect."""
+        await self.begin(operation)
+        try:
+            return await self._client.transport.unary(make())
+        except RECOVERABLE as cause:
+            await self.recover_from(cause, operation, retry=False)
+            raise
+
+    def _beside(self, core: SessionCore) -> AsyncSession:
+        return AsyncSession(self._client, core)
+
     async def begin(self, operation: str, *, restore: bool | None = None) -> None:
         if self._core.closed:
             raise SessionClosed("This session was closed by this client. Open another one.")
@@ -281,7 +309,7 @@ class AsyncSession:
             return True
         try:
             await self._recover(cause, operation, False, restores(operation, restore))
-            cause.add_note("Part of the answer had been delivered; the session was reopened.")
+            cause.add_note(f"{not_sent_again(operation)}; the session was reopened.")
         except (ModeldError, ClientError) as error:
             cause.add_note(f"The session could not be reopened yet: {error}")
         return False
@@ -295,6 +323,8 @@ class AsyncSession:
             await self._client.reconnect()
             opened = await self._client.reopen(core)
             core.adopt(opened, cause, operation=operation, retried=retried)
+            if core.is_where_it_was():
+                return
             core.prefix = core.suffix = None
             if restore and prefix is not None:
                 await self._ensure_again(prefix, suffix)

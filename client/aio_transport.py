@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -11,7 +11,13 @@ import grpc.aio
 
 from modeld.client.calls import Call
 from modeld.client.errors import from_rpc_error, typed_error
-from modeld.client.transport import CHANNEL_OPTIONS, OWNER_METADATA, check_size, stalled
+from modeld.client.transport import (
+    CHANNEL_OPTIONS,
+    OWNER_METADATA,
+    Transport,
+    check_size,
+    stalled,
+)
 
 T = TypeVar("T")
 
@@ -54,6 +60,18 @@ class AsyncTransport:
         )
         rpc = method(call.request, timeout=call.timeout_s, metadata=self._metadata())
         return AsyncStream(rpc, call, stall_s)
+
+    async def upload(self, call: Call[T], requests: Iterator[Any]) -> T:
+        """Send all of ``requests``, as ``Transport.upload`` does.
+
+        By a synchronous channel of its own, in a thread: where a daemon refuses in the midst of an
+        upload, grpc.aio may lose the reason.
+        """
+        transport = Transport(self.endpoint, self.owner)
+        try:
+            return await asyncio.to_thread(transport.upload, call, requests)
+        finally:
+            transport.close()  # and with it an upload whose task was cancelled
 
 
 def _serialize(message: Any) -> bytes:

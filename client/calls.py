@@ -178,7 +178,7 @@ def switch_model(
         model_type=model_type,
         no_wait=no_wait,
     )
-    _put(request, "expected_generation", expected_generation)
+    put(request, "expected_generation", expected_generation)
     return call("ModelService", "SwitchModel", request, events(_LOAD_EVENTS), timeout_s)
 
 
@@ -247,6 +247,7 @@ class OpenOptions:
     layout: str = "isolated"
     durable: bool = False
     adapters: tuple[AdapterId, ...] = ()
+    fresh: bool = False  # of the first open only
 
 
 @sendable
@@ -265,8 +266,9 @@ def open_session(options: OpenOptions, timeout_s: float | None) -> Call[OpenEven
         profile_id=options.profile_id,
         prompt_format=options.prompt_format,
         adapters=[{"digest": one.digest, "scale": one.scale} for one in options.adapters],
+        fresh=options.fresh,
     )
-    _put(request, "window", options.window)
+    put(request, "window", options.window)
     parse = events(
         {
             "queued": values.QueueStatus,
@@ -316,8 +318,8 @@ def describe(
         hypothetical=hypothetical,
         companions=session_pb2.Companions(**dataclasses.asdict(companions)),
     )
-    _put(request, "window", window)
-    _put(request, "sessions", sessions)
+    put(request, "window", window)
+    put(request, "sessions", sessions)
     return _session("Describe", request, values.Description, deadlines.describe_s)
 
 
@@ -466,7 +468,7 @@ class DecodeOptions:
                 value = _schema_text(value)
             if value is not None:
                 part = options.sampling if name in _SAMPLING else options
-                _put(options.structured if name in _STRUCTURED else part, name, value)
+                put(options.structured if name in _STRUCTURED else part, name, value)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         _guard("stop", lambda: options.stop.extend(stop))
         bias = self.logit_bias or {}
@@ -501,7 +503,7 @@ def _schema_text(schema: Mapping[str, Any] | bool) -> str:
         ) from None
 
 
-def _put(target: Proto, name: str, value: object) -> None:
+def put(target: Proto, name: str, value: object) -> None:
     _guard(name, lambda: setattr(target, name, value), value)
 
 

@@ -14,6 +14,7 @@ from modeld.client.calls import NO_COMPANIONS, Call, Deadlines, OpenOptions
 from modeld.client.discovery import discover
 from modeld.client.errors import ConnectionLost, DiscoveryError, ProtocolViolation
 from modeld.client.prompts import Message, ToolInput
+from modeld.client.residency import ClientSnapshots
 from modeld.client.session import Session
 from modeld.client.session_core import RecoveryCallback, SessionCore
 from modeld.client.transport import Stream, Transport
@@ -29,7 +30,7 @@ ImportCallback = Callable[[values.ImportProgress], None]
 RECONNECT_POLL_S = 0.2
 
 
-class Client:
+class Client(ClientSnapshots):
     """A connection to one daemon. Thread-safe; a context manager.
 
     Calls raise one class of ``modeld.shared.errors`` for each of the contract's reasons, and one
@@ -120,6 +121,7 @@ class Client:
         overflow: str = "refuse",
         layout: str = "isolated",
         durable: bool = False,
+        fresh: bool = False,
         adapters: Sequence[AdapterId] = (),
         no_wait: bool = False,
         timeout: float | None = None,
@@ -130,6 +132,16 @@ class Client:
         """Make the model resident if need be, and open (or by key attach to) a session.
 
         ``adapters`` are LoRA adapters of the store, by the digests that ``models`` tells.
+
+        With ``overflow`` "evict" a conversation goes on beyond its window (of at least 1,024
+        tokens): what is neither pinned, at its head nor recent goes out of attention, and every
+        answer counts it (``parked``, ``gone``); ``Session.admit`` brings it back. With "refuse" a
+        prompt beyond the window is ContextOverflow.
+
+        With ``durable``, which needs a ``session_key``, the session is saved at the end of each
+        turn (``Final.saved``), and an open with the same key after a crash or a restart brings it
+        back: ``opened.resumed`` says what, from when, or why not. ``fresh`` forgets what was saved
+        under the key instead. Closing with ``discard`` forgets it too.
 
         ``window`` in tokens, 0: chosen by the planner. ``prompt_format`` "": chat where the model
         has a template, else raw. With ``recover`` a lost session is reopened by itself, and says
@@ -149,6 +161,7 @@ class Client:
             overflow=overflow,
             layout=layout,
             durable=durable,
+            fresh=fresh,
             adapters=tuple(adapters),
         )
         timeout_s = timeout if timeout is not None else self.deadlines.open_s
@@ -164,7 +177,7 @@ class Client:
         return Session(self, core)
 
     def reopen(self, core: SessionCore) -> values.Opened:
-        call = calls.open_session(core.options, self.deadlines.open_s)
+        call = calls.open_session(core.reopening, self.deadlines.open_s)
         return self._outcome(call, values.Opened, None)
 
     def reconnect(self) -> None:

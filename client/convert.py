@@ -1,13 +1,15 @@
 """Protobuf messages to the client's values: the one place that walks a message.
 
 A dataclass field takes the message field of the same name; nested dataclasses, tuples and enums
-follow their annotations. An enum number that this version doesn't know is UNRECOGNIZED.
+follow their annotations; ``X | None`` is None for a message that isn't set. An enum number that
+this version doesn't know is UNRECOGNIZED.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 import typing
 from collections.abc import Callable
 from enum import Enum
@@ -32,8 +34,12 @@ def from_proto(cls: type[T], message: Proto) -> T:
         answer = _ANSWERS.get(proto.answer, "unknown")
         return typing.cast(T, Capability(proto.name, answer, proto.evidence))
     by_name = message.DESCRIPTOR.fields_by_name
+    absent = [name for name in _optional(cls) if not message.HasField(name)]
     return cls(
-        **{name: read(getattr(message, name), by_name[name]) for name, read in _readers(cls)}
+        **{
+            name: None if name in absent else read(getattr(message, name), by_name[name])
+            for name, read in _readers(cls)
+        }
     )
 
 
@@ -49,7 +55,22 @@ def _readers(cls: type[Any]) -> tuple[tuple[str, Reader], ...]:
     return readers
 
 
+_optional_cache: dict[type[Any], tuple[str, ...]] = {}
+
+
+def _optional(cls: type[Any]) -> tuple[str, ...]:
+    names = _optional_cache.get(cls)
+    if names is None:
+        hints = typing.get_type_hints(cls)
+        named = ((f.name, typing.get_origin(hints[f.name])) for f in dataclasses.fields(cls))
+        names = tuple(name for name, origin in named if origin is types.UnionType)
+        _optional_cache[cls] = names
+    return names
+
+
 def _reader(hint: Any) -> Reader:
+    if typing.get_origin(hint) is types.UnionType:
+        return _reader(next(t for t in typing.get_args(hint) if t is not types.NoneType))
     if typing.get_origin(hint) is tuple:
         item = _reader(typing.get_args(hint)[0])
         return lambda value, descriptor: tuple(item(element, descriptor) for element in value)

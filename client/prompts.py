@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, assert_never
@@ -236,8 +236,18 @@ def _tool_call(call: Any, where: str) -> ToolCall:
 # --- to the wire ---------------------------------------------------------------------------------
 
 
-def wire_prompt(part: PromptPart, *, prompt_format: str, session_id: str) -> WirePrompt:
-    """Segments as sent. A turn of another session goes as the text it had.
+def wire_prompt(
+    part: PromptPart,
+    *,
+    prompt_format: str,
+    session_id: str,
+    turns: Collection[str] | None = None,
+    evicts: bool = False,
+) -> WirePrompt:
+    """Segments as sent. A turn that the session doesn't have goes as the text it had.
+
+    ``turns`` are the ids of those that it has; None: those that were generated in it. In a session
+    that ``evicts``, only the system's messages are pinned unless a segment says otherwise.
 
     Raises InvalidRequest where the form of a segment isn't the session's.
     """
@@ -245,13 +255,13 @@ def wire_prompt(part: PromptPart, *, prompt_format: str, session_id: str) -> Wir
     ids: list[SegmentId] = []
     where = "prefix" if part.stable else "suffix"
     for index, segment in enumerate(part.segments):
-        content = _live(segment.content, prompt_format, session_id)
+        content = _live(segment.content, prompt_format, session_id, turns)
         _check_format(content, prompt_format, f"{where}[{index}]")
         kind, digest, fill = _encode(content, part.stable)
         identifier = SegmentId(
             kind=segment.kind or kind,
             stable=part.stable if segment.stable is None else segment.stable,
-            cache_class=segment.cache_class or (PREFIX_CLASS if part.stable else SUFFIX_CLASS),
+            cache_class=segment.cache_class or _class_of(content, part.stable, evicts),
             invalidation=segment.invalidation,
             hash=digest,
         )
@@ -269,6 +279,13 @@ def wire_prompt(part: PromptPart, *, prompt_format: str, session_id: str) -> Wir
     return WirePrompt(session_pb2.Prompt(segments=protos, tools=tools), tuple(ids), part.tools)
 
 
+def _class_of(content: Content, stable: bool, evicts: bool) -> str:
+    """A chat's history goes with the prefix; where it outgrows the window it must be able to go."""
+    if evicts:
+        stable = isinstance(content, Message) and content.role == "system"
+    return PREFIX_CLASS if stable else SUFFIX_CLASS
+
+
 def digest_of(identity: Identity, *parts: WirePrompt) -> str:
     """The manifest digest over these parts, in prompt order."""
     return manifest_digest(
@@ -278,10 +295,15 @@ def digest_of(identity: Identity, *parts: WirePrompt) -> str:
     )
 
 
-def _live(content: Content | str, prompt_format: str, session_id: str) -> Content:
+def _live(
+    content: Content | str, prompt_format: str, session_id: str, turns: Collection[str] | None
+) -> Content:
     if isinstance(content, str):
         return Text(content)
-    if isinstance(content, GeneratedTurn) and content.session_id != session_id:
+    if not isinstance(content, GeneratedTurn):
+        return content
+    known = content.session_id == session_id if turns is None else content.turn_id in turns
+    if not known:
         if prompt_format == "chat":
             return Message("assistant", content.text)
         return Text(content.text)

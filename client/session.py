@@ -20,7 +20,14 @@ from modeld.client.prompts import (
     ToolInput,
     prompt_part,
 )
-from modeld.client.session_core import SessionCore, StreamState, decode_options, restores
+from modeld.client.residency import SessionResidency
+from modeld.client.session_core import (
+    SessionCore,
+    StreamState,
+    decode_options,
+    not_sent_again,
+    restores,
+)
 from modeld.client.streams import DecodeStream, EventCallback, TurnStream
 from modeld.client.transport import Stream, Transport
 from modeld.client.values import (
@@ -53,7 +60,7 @@ class Opener(Protocol):
     def reopen(self, core: SessionCore) -> Opened: ...
 
 
-class Session:
+class Session(SessionResidency):
     """A conversation's KV state on a daemon. Use it as a context manager, or ``close`` it.
 
     Every call raises one class of ``modeld.shared.errors`` for the daemon's typed answers and one
@@ -87,6 +94,15 @@ class Session:
     def opened(self) -> Opened:
         """The whole answer of the latest open."""
         return self._core.opened
+
+    @property
+    def model(self) -> str:
+        """Its name in the store."""
+        return self._core.options.model
+
+    def has_turn(self, turn_id: str) -> bool:
+        """Whether this session has that answer, though another one gave it (by fork or restore)."""
+        return self._core.turns is not None and turn_id in self._core.turns
 
     @property
     def recoveries(self) -> list[Recovery]:
@@ -249,6 +265,18 @@ class Session:
                 raise
         return self._client.transport.unary(make())
 
+    def _send_once(self, operation: str, make: Callable[[], Call[T]]) -> T:
+        """One call that isn't sent again after a loss: it may have had its effect."""
+        self.begin(operation)
+        try:
+            return self._client.transport.unary(make())
+        except RECOVERABLE as cause:
+            self.recover_from(cause, operation, retry=False)
+            raise
+
+    def _beside(self, core: SessionCore) -> Session:
+        return Session(self._client, core)
+
     def begin(self, operation: str, *, restore: bool | None = None) -> None:
         if self._core.closed:
             raise SessionClosed("This session was closed by this client. Open another one.")
@@ -277,7 +305,7 @@ class Session:
             return True
         try:
             self._recover(cause, operation, False, restores(operation, restore))
-            cause.add_note("Part of the answer had been delivered; the session was reopened.")
+            cause.add_note(f"{not_sent_again(operation)}; the session was reopened.")
         except (ModeldError, ClientError) as error:
             cause.add_note(f"The session could not be reopened yet: {error}")
         return False
@@ -289,6 +317,8 @@ class Session:
             self._client.reconnect()
             opened = self._client.reopen(core)
             core.adopt(opened, cause, operation=operation, retried=retried)
+            if core.is_where_it_was():
+                return
             core.prefix = core.suffix = None
             if restore and prefix is not None:
                 self._ensure_again(prefix, suffix)

@@ -5,6 +5,7 @@ The synchronous and the asyncio session share this; nothing here sends a call or
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -70,6 +71,11 @@ class SessionCore:
     suffix: PromptPart | None = None
     lost: Exception | None = None  # a loss that has not been recovered from yet
     closed: bool = False
+    turns: set[str] | None = None  # ids of the answers that it has; None: those given in it
+    saved_turn: str = ""  # the answer after which it was saved, if nothing came since
+
+    def __post_init__(self) -> None:
+        self.turns = _turns_of(self.opened)
 
     @property
     def handle(self) -> SessionHandle:
@@ -78,6 +84,11 @@ class SessionCore:
     @property
     def identity(self) -> Identity:
         return self.opened.identity
+
+    @property
+    def reopening(self) -> OpenOptions:
+        """What to open it with after a loss: what was saved of it isn't forgotten then."""
+        return dataclasses.replace(self.options, fresh=False)
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -90,6 +101,8 @@ class SessionCore:
             part,
             prompt_format=self.identity.prompt_format,
             session_id=self.handle.session_id,
+            turns=self.turns,
+            evicts=self.options.overflow == "evict",
         )
 
     @sendable
@@ -218,16 +231,22 @@ class SessionCore:
     # --- what calls leave behind -----------------------------------------------------------------
 
     def _ensured(self, part: PromptPart) -> None:
-        self.prefix, self.suffix = part, None
+        self.prefix, self.suffix, self.saved_turn = part, None, ""
 
     def _suffixed(self, part: PromptPart, extend: bool) -> None:
         keep = extend and self.suffix is not None
         self.suffix = self.suffix.extended(part) if keep and self.suffix else part
+        self.saved_turn = ""
 
     def generated(self, state: StreamState) -> GeneratedTurn | None:
         """The finished answer as a turn to refer to, or None where there is none."""
+        self.saved_turn = ""
         if state.final is None or not state.final.generated_turn_id:
             return None
+        if state.final.saved is not None and state.final.saved.ok:
+            self.saved_turn = state.final.generated_turn_id
+        if self.turns is not None:
+            self.turns.add(state.final.generated_turn_id)
         return GeneratedTurn(state.final.generated_turn_id, self.handle.session_id, state.text)
 
     def adopt(self, opened: Opened, cause: Exception, *, operation: str, retried: bool) -> Recovery:
@@ -247,8 +266,11 @@ class SessionCore:
             operation=operation,
             retried=retried,
             detail=opened.detail,
+            resumed=opened.resumed,
         )
         self.opened = opened
+        if not same or opened.resumed is not None:
+            self.turns = _turns_of(opened)
         self.lost = None
         self.recoveries.append(recovery)
         logger.warning(
@@ -262,6 +284,17 @@ class SessionCore:
         if self.on_recovery is not None:
             self.on_recovery(recovery)
         return recovery
+
+    def is_where_it_was(self) -> bool:
+        """Whether what came back is the last answer that this client took, its prompt included."""
+        resumed = self.opened.resumed
+        if resumed is None or not self.saved_turn or not resumed.generated_turn_ids:
+            return False
+        return resumed.generated_turn_ids[-1] == self.saved_turn
+
+
+def _turns_of(opened: Opened) -> set[str] | None:
+    return set(opened.resumed.generated_turn_ids) if opened.resumed is not None else None
 
 
 @dataclass
@@ -310,6 +343,13 @@ def decode_options(options: DecodeOptions | None, overrides: Mapping[str, Any]) 
     if options is not None and overrides:
         raise TypeError("pass decode options as an object or as keywords, not both")
     return options if options is not None else DecodeOptions(**overrides)
+
+
+def not_sent_again(operation: str) -> str:
+    """Why a call that met a loss was not repeated."""
+    if operation in ("turn", "decode"):
+        return "Part of the answer had been delivered"
+    return "The call may have had its effect and was not sent again"
 
 
 def restores(operation: str, restore: bool | None) -> bool:

@@ -88,9 +88,65 @@ class Transport:
         rpc = method(call.request, timeout=call.timeout_s, metadata=self.metadata())
         return Stream(rpc, call, stall_s)
 
+    def upload(self, call: Call[T], requests: Iterator[Any]) -> T:
+        """Send all of ``requests``; what their iterator raises cancels the call and is raised."""
+        method = self._channel.stream_unary(
+            call.path,
+            request_serializer=_serialize,
+            response_deserializer=call.response_type.FromString,
+        )
+        source = _Requests(requests)
+        rpc: Any = method.future(source, timeout=call.timeout_s, metadata=self.metadata())
+        source.rpc = rpc
+        try:
+            answer = rpc.result()
+        except (grpc.RpcError, grpc.FutureCancelledError):
+            if source.error is not None:
+                raise source.error from None
+            raise from_rpc_error(rpc) from None
+        finally:
+            rpc.cancel()  # no effect on a call that has ended
+            source.end()
+        return call.parse(answer)
+
 
 def _serialize(message: Any) -> bytes:
     return bytes(message.SerializeToString())
+
+
+class _Requests:
+    """An iterator that gRPC's thread takes from: it keeps an error, and ends when it is told to."""
+
+    def __init__(self, requests: Iterator[Any]) -> None:
+        self._requests = requests
+        self._lock = threading.Lock()
+        self._ended = False
+        self.error: Exception | None = None
+        self.rpc: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with self._lock:
+            if self._ended:
+                raise StopIteration
+            try:
+                return next(self._requests)
+            except StopIteration:
+                raise
+            except Exception as error:
+                self._ended, self.error = True, error
+        # Cancelled before it ends, so that the daemon never takes it for all there was.
+        while self.rpc is None:
+            time.sleep(0.001)
+        self.rpc.cancel()
+        raise StopIteration
+
+    def end(self) -> None:
+        """Nothing is taken after this."""
+        with self._lock:
+            self._ended = True
 
 
 class Stream(Generic[T]):

@@ -57,6 +57,18 @@ class StopReason(StrEnum):
     UNRECOGNIZED = "UNRECOGNIZED"
 
 
+class Overflow(StrEnum):
+    REFUSE = "OVERFLOW_REFUSE"
+    EVICT = "OVERFLOW_EVICT"
+    UNRECOGNIZED = "UNRECOGNIZED"
+
+
+class Layout(StrEnum):
+    ISOLATED = "LAYOUT_ISOLATED"
+    BATCHED = "LAYOUT_BATCHED"
+    UNRECOGNIZED = "UNRECOGNIZED"
+
+
 class SlotState(StrEnum):
     UNSPECIFIED = "SLOT_STATE_UNSPECIFIED"
     EMPTY = "SLOT_EMPTY"
@@ -218,6 +230,20 @@ class LoadProgress:
 
 
 @dataclass(frozen=True)
+class Resumed:
+    """What of a durable session came back when it was opened. ``tokens``: whose KV did."""
+
+    tokens: int
+    seen_tokens: int
+    saved_unix_ms: int
+    generated_turn_ids: tuple[str, ...]
+    exact: bool
+    exact_reason: str
+    seconds: float
+    miss_reason: str
+
+
+@dataclass(frozen=True)
 class Opened:
     session: SessionHandle
     identity: Identity
@@ -229,6 +255,7 @@ class Opened:
     resident: int
     detail: str
     queue_seconds: float
+    resumed: Resumed | None = None  # of a durable session that was saved before
 
 
 @dataclass(frozen=True)
@@ -266,6 +293,9 @@ class PrefillStatus:
     resolved: tuple[ResolvedSegment, ...]
     seen_tokens: int
     reused_lower_bound: bool = False
+    parked: int = 0  # not attended; the KV is in the cold store
+    gone: int = 0  # not attended; the KV is nowhere
+    recomputed: int = 0  # of ``prefilled``: evaluated again since others went out of attention
 
 
 @dataclass(frozen=True)
@@ -302,6 +332,19 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """How saving a durable session at a turn's end went. ``tokens``: whose KV is saved now."""
+
+    ok: bool
+    tokens: int
+    written_bytes: int
+    seconds: float
+    reason: str
+    detail: str
+    saved_unix_ms: int
+
+
+@dataclass(frozen=True)
 class Final:
     stop_reason: StopReason
     stop_sequence: str
@@ -315,6 +358,10 @@ class Final:
     generated_turn_id: str
     seed: int
     seen_tokens: int
+    parked: int = 0
+    gone: int = 0
+    recomputed: int = 0
+    saved: Saved | None = None  # of a durable session
 
 
 @dataclass(frozen=True)
@@ -324,6 +371,7 @@ class ResidentBlock:
     state: str
     protected_range: bool
     what: str
+    cache_class: str = ""
 
 
 @dataclass(frozen=True)
@@ -350,6 +398,8 @@ class ContextReport:
     last_fatal: str
     generated_turn_ids: tuple[str, ...]
     detail: str
+    parked: int = 0
+    gone: int = 0
 
 
 @dataclass(frozen=True)
@@ -467,6 +517,11 @@ class SessionInfo:
     idle_seconds: float
     attached: bool
     profile_id: str
+    parked: bool = False  # its KV is in the cold store until its next call
+    durable: bool = False
+    overflow: Overflow = Overflow.REFUSE
+    layout: Layout = Layout.ISOLATED
+    saved_unix_ms: int = 0  # of a durable session; 0: not yet
 
 
 @dataclass(frozen=True)
@@ -531,6 +586,10 @@ class DiskStats:
     snapshots_bytes: int
     free_bytes: int
     total_bytes: int
+    durable_bytes: int = 0
+    cold_bytes: int = 0  # parked KV on disk
+    quota_bytes: int = 0  # of snapshots and durable sessions together; 0: none
+    damaged_snapshots: tuple[str, ...] = ()
 
 
 # --- daemon ------------------------------------------------------------------------------------
@@ -629,6 +688,7 @@ class Recovery:
     operation: str  # the call that met the failure
     retried: bool  # whether that call was sent again (only if nothing had been delivered)
     detail: str = field(default="")
+    resumed: Resumed | None = None  # of a durable session: what came back, or why nothing did
 
 
 def to_plain(value: Any) -> Any:

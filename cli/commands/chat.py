@@ -9,15 +9,18 @@ from typing import Any
 
 import click
 
-from modeld.cli import texts
+from modeld.cli import conversations, texts
 from modeld.cli.answering import (
     decode_flags,
+    kept_conversation,
+    leave,
     open_session,
     session_flags,
     stream_answer,
     tell_numbers,
     tell_window_full,
 )
+from modeld.cli.conversations import Conversation
 from modeld.cli.daemon_start import connect_or_start
 from modeld.cli.main import Settings, global_options, pass_settings
 from modeld.cli.output import note, report_error
@@ -28,6 +31,10 @@ HELP = """Talk with MODEL at the terminal.
 
 The conversation stays in the model's memory: each message reads only what is new. Ctrl-C stops an
 answer, not the program; Ctrl-D ends it.
+
+With --session KEY it is kept, and goes on the next time, here or with `modeld run --session KEY`
+(whose help says more, also on --overflow and --durable). /new then begins it anew: what was said
+before is forgotten with the first answer after it.
 
 \b
 Commands:
@@ -55,6 +62,9 @@ def chat(
     /,
     model: str,
     system: str,
+    session_key: str,
+    overflow: str | None,
+    durable: bool | None,
     no_start: bool,
     no_wait: bool,
     window: int,
@@ -68,49 +78,99 @@ def chat(
     system = texts.argument(system, "--system")
     options = DecodeOptions(stop=stop, **sampling)
     options.to_proto()  # refused, if it must be, before anything is started
+    kept = kept_conversation(
+        settings, session_key, "chat", model, overflow=overflow, durable=durable
+    )
+    kept.system = [system] if system else kept.system
     client, _started = connect_or_start(settings, may_start=not no_start)
-    with (
-        client,
-        open_session(
+    with client:
+        session = open_session(
             client,
             settings,
             model,
             prompt_format="chat",
+            session_key=session_key,
             window=window,
             k_type=k_type,
             v_type=v_type,
             no_wait=no_wait,
-        ) as session,
-    ):
-        effective = session.resolution.context.effective.tokens
-        note(f"{model}, a window of {effective:,} tokens. {COMMANDS}")
-        _loop(session, system, options, no_wait)
+            overflow=kept.overflow,
+            durable=kept.durable,
+        )
+        try:
+            _Talk(settings, session, kept, session_key, options, no_wait).run()
+        finally:
+            leave(session, keep=bool(session_key))
 
 
-def _loop(session: Session, system: str, options: DecodeOptions, no_wait: bool) -> None:
-    conversation, last = session.chat(system), None
-    images: list[Image] = []
-    while (line := _ask()) is not None:
-        command = line.strip()
-        if command in ("/quit", "/exit"):
-            return
+class _Talk:
+    """The conversation at the terminal; kept, where it has a key, after each answer."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        session: Session,
+        kept: Conversation,
+        session_key: str,
+        options: DecodeOptions,
+        no_wait: bool,
+    ) -> None:
+        self._settings = settings
+        self._session = session
+        self._kept = kept
+        self._key = session_key
+        self._options = options
+        self._no_wait = no_wait
+        self._last: TurnStream | None = None
+        self._images: list[Image] = []
+        kept.follow(session)
+        self._chat = self._begun()
+
+    def _begun(self) -> Chat:
+        return self._session.chat(history=self._kept.items())
+
+    def run(self) -> None:
+        """Lines and commands, until the input ends."""
+        effective = self._session.resolution.context.effective.tokens
+        note(f"{self._kept.model}, a window of {effective:,} tokens. {COMMANDS}")
+        if self._kept.exchanges:
+            said = len(self._kept.exchanges)
+            note(f"{self._key!r} goes on after {said} exchange{'' if said == 1 else 's'}")
+        while (line := _ask()) is not None:
+            command = line.strip()
+            if command in ("/quit", "/exit"):
+                return
+            if command.startswith("/"):
+                self._command(command)
+            elif command:
+                self._answer(line)
+
+    def _command(self, command: str) -> None:
         if command == "/new":
-            conversation, last, images = session.chat(system), None, []
+            self._kept.exchanges = []
+            self._chat, self._last, self._images = self._begun(), None, []
             note("a new conversation")
         elif command == "/stats":
-            if last is None:
+            if self._last is None:
                 note("no answer yet")
             else:
-                tell_numbers(last, seed=bool(options.temperature))
+                tell_numbers(self._last, seed=bool(self._options.temperature))
         elif command == "/help":
             note(COMMANDS)
         elif command.split(maxsplit=1)[:1] == ["/image"]:
-            images += _image(command.removeprefix("/image").strip())
-        elif command.startswith("/"):
+            self._images += _image(command.removeprefix("/image").strip())
+        else:
             note(f"{command.split()[0]} is unknown. {COMMANDS}")
-        elif command:
-            last = _answer(conversation, line, images, options, no_wait) or last
-            images = []
+
+    def _answer(self, line: str) -> None:
+        images, self._images = self._images, []
+        stream = _answer(self._chat, line, images, self._options, self._no_wait)
+        if stream is None:
+            return
+        self._last = stream
+        self._kept.follow(self._session)
+        if self._kept.add(line, images, stream) and self._key:
+            conversations.save(self._settings.root, self._key, self._kept)
 
 
 def _image(path: str) -> list[Image]:

@@ -28,7 +28,7 @@ from modeld.cli.progress import Meanwhile
 from modeld.client import Client, ClientError, DaemonStatus, Description, InvalidRequest
 from modeld.client.convert import from_proto
 from modeld.client.discovery import look
-from modeld.client.values import Machine
+from modeld.client.values import DiskStats, Machine
 from modeld.shared.asking import AskAnswer, AskRequest
 from modeld.shared.capacity import MachineReading
 from modeld.shared.errors import ModeldError, ModelLoadFailed
@@ -51,6 +51,7 @@ class Report:
     openvino: AskAnswer = field(default_factory=lambda: AskAnswer(loader="unknown"))
     state: str = ""
     daemon: DaemonStatus | None = None
+    stored: DiskStats | None = None
     machine: Machine | None = None
     models: dict[str, Description | ModeldError] = field(default_factory=dict)
     disk: dict[str, Any] = field(default_factory=dict)
@@ -124,6 +125,15 @@ def examine(root: Path, meanwhile: Meanwhile) -> tuple[Report, MachineReading]:
     usage = shutil.disk_usage(_existing(root))
     report.disk = {"path": str(root), "free_bytes": usage.free, "total_bytes": usage.total}
     report.findings.append(checks.disk(str(root), usage.free, usage.total))
+    if report.stored is not None:
+        report.findings.append(checks.saved(report.stored))
+        report.disk |= {
+            "snapshots_bytes": report.stored.snapshots_bytes,
+            "durable_bytes": report.stored.durable_bytes,
+            "cold_bytes": report.stored.cold_bytes,
+            "quota_bytes": report.stored.quota_bytes,
+            "damaged_snapshots": report.stored.damaged_snapshots,
+        }
     report.findings.append(checks.open_files(*_open_files()))
     return report, reading
 
@@ -150,6 +160,8 @@ def _running(root: Path, report: Report, stack: ExitStack) -> Client | None:
     except (ClientError, ModeldError) as error:
         report.findings.append(checks.unanswering(str(error)))
         return None
+    with contextlib.suppress(ClientError, ModeldError):  # one that drains tells its status only
+        report.stored = client.disk_stats()
     report.findings += checks.daemon(report.daemon, modeld.__version__)
     return client
 

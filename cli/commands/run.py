@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ from modeld.cli import conversations, texts
 from modeld.cli.adapters import parsed, session_options
 from modeld.cli.answering import (
     decode_flags,
+    kept_conversation,
+    leave,
     open_session,
     session_flags,
     stream_answer,
@@ -20,20 +21,18 @@ from modeld.cli.answering import (
     tell_numbers,
     tell_window_full,
 )
-from modeld.cli.conversations import Conversation, Exchange
+from modeld.cli.conversations import Conversation
 from modeld.cli.daemon_start import connect_or_start
 from modeld.cli.main import Settings, global_options, pass_settings
-from modeld.cli.output import emit_json
+from modeld.cli.output import count, emit_json, note
 from modeld.client import (
     Client,
-    ClientError,
     ContextOverflow,
     DecodeOptions,
-    GeneratedTurn,
     Image,
     Message,
-    ModeldError,
     Session,
+    SnapshotInfo,
     Text,
     TurnStream,
     to_plain,
@@ -52,8 +51,14 @@ numbers at the end says how many tokens of each were reused and how many were re
 With --session KEY the conversation goes on from run to run: its text is kept in
 conversations/KEY.json of the data root, readable by you alone, and sent along each time. While the
 daemon holds the session, nothing of it is read again; after that it is read anew from the text.
---system and --prefix-file need to be given only the first time. A key belongs to one model; another
---window or cache type opens its session anew. Remove the file to forget it.
+--system, --prefix-file, --overflow and --durable need to be given only the first time. A key
+belongs to one model; another --window or cache type opens its session anew. To forget it, remove
+the file, and end its session with `modeld sessions close KEY --discard`.
+
+With --overflow evict the conversation goes on beyond the window: what is neither at its head nor
+recent goes out of the model's attention, and the line of numbers says how many tokens are parked
+(kept aside) and gone. With --durable its memory is saved after each answer, and comes back after a
+restart of the daemon without being read again.
 
 \b
 Examples:
@@ -92,13 +97,6 @@ Examples:
     "before the prompt.",
 )
 @click.option(
-    "--session",
-    "session_key",
-    default="",
-    metavar="KEY",
-    help="Go on with the conversation of this name, or begin it.",
-)
-@click.option(
     "--adapter",
     "adapters",
     multiple=True,
@@ -109,6 +107,13 @@ Examples:
 @decode_flags
 @structured_flags
 @session_flags
+@click.option(
+    "--snapshot",
+    "label",
+    default=None,
+    metavar="LABEL",
+    help="Keep the session's memory under this label afterwards; see `modeld snapshots`.",
+)
 @click.option("--stats/--no-stats", default=True, help="The line of numbers at the end.")
 @global_options
 @pass_settings  # fmt: skip
@@ -122,8 +127,11 @@ def run(
     system: str,
     prefix_file: Path | None,
     session_key: str,
+    overflow: str | None,
+    durable: bool | None,
     adapters: tuple[str, ...],
     raw: bool,
+    label: str | None,
     stats: bool,
     no_start: bool,
     no_wait: bool,
@@ -146,10 +154,10 @@ def run(
     system = texts.argument(system, "--system")
     stable = [part for part in (system, texts.file(prefix_file)) if part]
     prompt_format = "raw" if raw else "chat"
-    conversation = Conversation(prompt_format, model, stable)
-    if session_key:
-        conversation = conversations.load(settings.root, session_key, prompt_format, model)
-        conversation.system = stable or conversation.system
+    conversation = kept_conversation(
+        settings, session_key, prompt_format, model, overflow=overflow, durable=durable
+    )
+    conversation.system = stable or conversation.system
     constraint = structured(json_schema, regex, grammar)
     options = DecodeOptions(stop=stop, **constraint, **sampling)
     options.to_proto()  # refused, if it must be, before anything is started
@@ -165,20 +173,28 @@ def run(
             k_type=k_type,
             v_type=v_type,
             no_wait=no_wait,
+            overflow=conversation.overflow,
+            durable=conversation.durable,
             **session_options(client, model, wanted),
         )
+        snapshot: SnapshotInfo | None = None
         try:
             stream = _turn(
                 settings, session, conversation, text, shown, options, no_wait, session_key
             )
+            if label is not None:
+                snapshot = session.snapshot(texts.argument(label, "--snapshot"))
         except ContextOverflow as error:
             error.add_note("Run it again with a larger --window.")
             raise
         finally:
-            _leave(session, keep=bool(session_key))
+            leave(session, keep=bool(session_key))
         if settings.json:
-            emit_json(_object(client, session, model, session_key, stream, started))
+            told = _object(client, session, model, session_key, stream, started)
+            emit_json({**told, "snapshot": snapshot})
             return
+        if snapshot is not None:
+            note(f"snapshot {snapshot.snapshot_id}, {count(snapshot.tokens)} tokens")
         if stats:
             tell_numbers(stream, seed=bool(options.temperature))
         effective = session.resolution.context.effective.tokens
@@ -214,14 +230,7 @@ def _turn(
     session_key: str,
 ) -> TurnStream:
     """The turn, kept in the conversation however it ends but with an error."""
-    stable = conversation.system
-    items: list[Message | GeneratedTurn | Text] = []
-    if conversation.prompt_format == "raw":
-        items += [Text(part) for part in stable]
-    elif stable:
-        parts = [piece for part in stable for piece in ("\n\n", part)][1:]
-        items.append(Message("system", tuple(parts)))
-    items += conversation.items()
+    items = conversation.items()
     raw = conversation.prompt_format == "raw"
     items.append(Text(text) if raw else Message.user(text, images))
     prefix, suffix = parted(items)
@@ -238,30 +247,12 @@ def _turn(
         if not stopped.args:
             raise
         interrupt, stream = stopped, stopped.args[0]
-    if session_key and (stream.final or stream.text):
-        turn = stream.generated_turn
-        conversation.exchanges.append(
-            Exchange(
-                user=text,
-                answer=stream.text,
-                turn_id=turn.turn_id if turn else "",
-                session_id=turn.session_id if turn else "",
-                images=conversations.encoded(images),
-            )
-        )
+    conversation.follow(session)
+    if session_key and conversation.add(text, images, stream):
         conversations.save(settings.root, session_key, conversation)
     if interrupt is not None:
         raise interrupt
     return stream
-
-
-def _leave(session: Session, *, keep: bool) -> None:
-    """Best effort: the answer has been given, or a better error is on its way."""
-    with contextlib.suppress(ModeldError, ClientError):
-        if keep:
-            session.detach()
-        else:
-            session.close()
 
 
 def _object(

@@ -1,16 +1,18 @@
-"""``modeld sessions``: the sessions a daemon holds, and closing one of them."""
+"""``modeld sessions``: the sessions a daemon holds, and what can be done with one of them."""
 
 from __future__ import annotations
 
 import click
 
+from modeld.cli.attaching import found
+from modeld.cli.commands import session_state
 from modeld.cli.daemon_start import connect
 from modeld.cli.main import Settings, global_options, pass_settings
-from modeld.cli.output import count, emit_json, note, say, seconds, table
-from modeld.client import SessionInfo, SessionNotFound
+from modeld.cli.output import ago, count, emit_json, note, say, seconds, table
+from modeld.client import Overflow, SessionInfo
 
 
-@click.group(invoke_without_command=True, short_help="List sessions, or close one.")
+@click.group(invoke_without_command=True, short_help="List, show, keep, branch and close sessions.")
 @global_options
 @pass_settings
 @click.pass_context
@@ -24,18 +26,22 @@ def sessions(ctx: click.Context, settings: Settings) -> None:
     if ctx.invoked_subcommand is not None:
         return
     with connect(settings) as client:
-        found = client.sessions()
+        listed = client.sessions()
     if settings.json:
-        emit_json({"sessions": found})
-    elif found:
-        session_table("", found)
+        emit_json({"sessions": listed})
+    elif listed:
+        session_table("", listed)
     else:
         note("no sessions")
 
 
 @sessions.command("close")
 @click.argument("key_or_id", metavar="KEY_OR_ID")
-@click.option("--discard", is_flag=True, help="Drop what it held, rather than keep it as cache.")
+@click.option(
+    "--discard",
+    is_flag=True,
+    help="Drop what it held, rather than keep it as cache, and what was saved of a durable one.",
+)
 @global_options
 @pass_settings
 def close(settings: Settings, key_or_id: str, discard: bool) -> None:
@@ -45,25 +51,29 @@ def close(settings: Settings, key_or_id: str, discard: bool) -> None:
     with the next run, in a session of its own window.
     """
     with connect(settings) as client:
-        found = [s for s in client.sessions() if key_or_id in (s.session.session_id, s.session_key)]
-        if not found:
-            raise SessionNotFound(
-                f"No session has the key or id {key_or_id!r}. `modeld sessions` lists them.",
-                metadata={"session": key_or_id},
-            )
-        retained = [client.close_session(s.session, discard=discard) for s in found]
+        those = found(client, key_or_id)
+        retained = [client.close_session(s.session, discard=discard) for s in those]
     if settings.json:
         emit_json(
             {
-                "closed": [s.session.session_id for s in found],
+                "closed": [s.session.session_id for s in those],
                 "retained_tokens": sum(r.retained_tokens for r in retained),
             }
         )
     else:
-        say(f"closed {', '.join(s.session.session_id for s in found)}")
+        say(f"closed {', '.join(s.session.session_id for s in those)}")
 
 
-def session_table(title: str, found: list[SessionInfo]) -> None:
+for command in (
+    session_state.show,
+    session_state.snapshot,
+    session_state.restore,
+    session_state.fork,
+):
+    sessions.add_command(command)
+
+
+def session_table(title: str, those: list[SessionInfo]) -> None:
     table(
         title,
         ("session", "key", "model", "window", "resident", "seen", "idle", ""),
@@ -76,8 +86,20 @@ def session_table(title: str, found: list[SessionInfo]) -> None:
                 count(s.resident),
                 count(s.seen_tokens),
                 seconds(s.idle_seconds),
-                "attached" if s.attached else "detached",
+                _state(s),
             )
-            for s in found
+            for s in those
         ],
     )
+
+
+def _state(session: SessionInfo) -> str:
+    """Attached or not, and what else is out of the ordinary."""
+    parts = ["attached" if session.attached else "detached"]
+    if session.parked:
+        parts.append("parked")
+    if session.overflow is Overflow.EVICT:
+        parts.append("evicts")
+    if session.durable:
+        parts.append(f"durable (saved {ago(session.saved_unix_ms)})")
+    return ", ".join(parts)

@@ -49,6 +49,7 @@ from modeld.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
+from tests.support.fake_residency import FakeResidency, Kept
 
 WINDOW = 4096
 
@@ -77,6 +78,8 @@ class FakeSession:
     seen: int = 0
     window: int = 0
     attached: bool = True
+    overflow: Any = session_pb2.OVERFLOW_REFUSE
+    durable: bool = False
 
 
 @dataclass
@@ -99,6 +102,12 @@ class World:
     cancelled: int = 0
     drained: threading.Event = field(default_factory=threading.Event)
     counter: int = 0
+    snapshots: dict[str, Kept] = field(default_factory=dict)
+    snapshot_quota: int = 0
+    outside: tuple[int, int, int] = (0, 0, 0)  # parked, gone, recomputed: of every session
+    saved: session_pb2.Saved | None = None  # of a durable session's turns
+    resumed: session_pb2.Resumed | None = None  # of the next durable session
+    kept_turns: dict[str, str] = field(default_factory=dict)  # the answers that it resumes with
 
     def fail(self, method: str, error: Exception, after_chunks: int = 0) -> None:
         self.plans.append(Plan(method, lambda: error, after_chunks))
@@ -123,6 +132,9 @@ class World:
                 error = plan.action()
                 if error is not None:
                     raise error
+
+    def resolution(self, window: int) -> common_pb2.Resolution:
+        return resolution(window)
 
     def requests_of(self, cls: type[Any]) -> list[Any]:
         return [r for r in self.requests if isinstance(r, cls)]
@@ -275,10 +287,13 @@ def content_hash(segment: common_pb2.Segment) -> str:
 
 
 class Servicer(
+    FakeResidency,
     session_pb2_grpc.SessionServiceServicer,
     model_pb2_grpc.ModelServiceServicer,
     daemon_pb2_grpc.DaemonServiceServicer,
 ):
+    w: World
+
     def __init__(self, world: World) -> None:
         self.w = world
 
@@ -388,6 +403,9 @@ class Servicer(
             key=request.session_key,
             identity=self.identity(request),
             window=request.window,
+            overflow=request.overflow,
+            durable=request.durable,
+            turns=dict(self.w.kept_turns) if request.durable else {},
         )
         session.attached = True
         self.w.sessions[session.session_id] = session
@@ -409,6 +427,7 @@ class Servicer(
                 loaded=loaded,
                 load_seconds=0.1 if loaded else 0.0,
                 resident=len(session.tokens),
+                resumed=self.w.resumed if request.durable and found is None else None,
             )
         )
 
@@ -502,6 +521,10 @@ class Servicer(
                 available=WINDOW - len(session.tokens),
                 generated_turn_id=turn_id,
                 seed=options.sampling.seed if options.sampling.HasField("seed") else 2**63 + 1,
+                parked=self.w.outside[0],
+                gone=self.w.outside[1],
+                recomputed=self.w.outside[2],
+                saved=self.w.saved if session.durable else None,
             )
         }
 
@@ -528,13 +551,6 @@ class Servicer(
             self.w.cancelled += 1
             raise
 
-    async def ExplainContext(self, request: Any, context: Any) -> Any:
-        await self.enter(request, context)
-        session = self.session(request)
-        return session_pb2.ExplainContextResponse(
-            session=request.session, resident=len(session.tokens)
-        )
-
     async def CloseSession(self, request: Any, context: Any) -> Any:
         await self.enter(request, context)
         session = self.session(request)
@@ -558,6 +574,8 @@ class Servicer(
                     context=resolution(0).context,
                     resident=len(s.tokens),
                     attached=s.attached,
+                    overflow=s.overflow,
+                    durable=s.durable,
                 )
                 for s in self.w.sessions.values()
             ]
@@ -634,6 +652,10 @@ class Servicer(
         return session_pb2.DetokenizeResponse(text=raw.decode(), raw=raw)
 
     # --- models --------------------------------------------------------------------------------
+
+    async def DiskStats(self, request: Any, context: Any) -> Any:
+        await self.enter(request, context)
+        return model_pb2.DiskStatsResponse(snapshots_bytes=4096, quota_bytes=1 << 30)
 
     async def ListModels(self, request: Any, context: Any) -> Any:
         await self.enter(request, context)
@@ -754,9 +776,9 @@ def _guarded(servicer: Servicer) -> None:
 
         return call
 
-    streams = {"OpenSessionStream", "Decode", "Turn", "ImportModel"}
+    streams = {"OpenSessionStream", "Decode", "Turn", "ImportModel", "ExportSnapshot"}
     for name in dir(servicer):
-        if name[0].isupper() and name in vars(Servicer):
+        if name[0].isupper() and (name in vars(Servicer) or name in vars(FakeResidency)):
             method = getattr(servicer, name)
             setattr(servicer, name, stream(method) if name in streams else unary(method))
 

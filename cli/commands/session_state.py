@@ -1,0 +1,195 @@
+"""``modeld sessions show|snapshot|restore|fork``: what an open session holds, kept and branched."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import click
+
+from modeld.cli import conversations, texts
+from modeld.cli.attaching import attached
+from modeld.cli.daemon_start import connect
+from modeld.cli.main import Settings, global_options, pass_settings
+from modeld.cli.output import count, emit_json, note, say, seconds, size, table
+from modeld.client import (
+    Client,
+    ContextReport,
+    InvalidRequest,
+    ResidentBlock,
+    Session,
+    SnapshotInfo,
+    SnapshotNotFound,
+)
+from modeld.shared.ids import check_session_key
+
+
+@click.command("show", short_help="What a session attends to, and what not.")
+@click.argument("key")
+@global_options
+@pass_settings
+def show(settings: Settings, key: str) -> None:
+    """Show what the session of KEY holds, by token ranges of its conversation.
+
+    hot: the model attends to it. retained: kept behind the context until something else takes its
+    place. parked: out of attention, its memory kept aside. gone: out of attention, and read anew if
+    it is ever admitted again.
+    """
+    with connect(settings) as client, attached(client, key) as session:
+        report = session.explain()
+    if settings.json:
+        emit_json(report)
+        return
+    _report(key, report)
+
+
+def _report(key: str, report: ContextReport) -> None:
+    say(f"{key}: {count(report.resident)} tokens resident, {count(report.available)} left", "bold")
+    say(
+        f"retained {count(report.retained)}, parked {count(report.parked)}, gone "
+        f"{count(report.gone)}, seen in all {count(report.seen_tokens)}"
+    )
+    table(
+        "tokens",
+        ("from", "to", "state", "what", "class", ""),
+        [
+            (
+                count(blocks[0].token_begin),
+                count(blocks[-1].token_end),
+                blocks[0].state,
+                blocks[0].what,
+                blocks[0].cache_class or "–",
+                "protected" if blocks[0].protected_range else "",
+            )
+            for blocks in _joined(report.blocks)
+        ],
+    )
+    table("counters", ("", ""), [(c.name, count(c.value)) for c in report.counters])
+    if report.last_fatal:
+        say(f"last fatal: {report.last_fatal}")
+
+
+def _joined(blocks: tuple[ResidentBlock, ...]) -> list[list[ResidentBlock]]:
+    """Neighbours that are alike, as one."""
+    alike = groupby(blocks, lambda b: (b.state, b.what, b.cache_class, b.protected_range))
+    return [list(group) for _kind, group in alike]
+
+
+@click.command("snapshot", short_help="Keep what a session holds.")
+@click.argument("key")
+@click.option("--label", default="", help="A name for people; snapshots are found by their id.")
+@global_options
+@pass_settings
+def snapshot(settings: Settings, key: str, label: str) -> None:
+    """Keep what the session of KEY holds, durably; `modeld snapshots` lists what is kept."""
+    label = texts.argument(label, "--label")
+    with connect(settings) as client, attached(client, key) as session:
+        info = session.snapshot(label)
+    if settings.json:
+        emit_json(info)
+    else:
+        say(
+            f"kept {count(info.tokens)} tokens as {info.snapshot_id} ({size(info.size_bytes)}, "
+            f"{seconds(info.seconds)})"
+        )
+
+
+@click.command("restore", short_help="Bring a snapshot back into a session.")
+@click.argument("key")
+@click.argument("snapshot_id")
+@global_options
+@pass_settings
+def restore(settings: Settings, key: str, snapshot_id: str) -> None:
+    """Make the session of KEY what the snapshot holds, in the place of what it has.
+
+    A session is opened under KEY, like the one that was saved, where none is open. A conversation
+    that `run --session KEY` keeps reads its next prompt only from where it differs.
+    """
+    with connect(settings) as client:
+        kept = snapshot_of(client, snapshot_id)
+        if any(s.session_key == key for s in client.sessions()):
+            with attached(client, key) as session:
+                restored = session.restore(snapshot_id)
+        else:
+            session = _opened_like(client, kept, key)
+            try:
+                restored = session.restore(snapshot_id)
+            except BaseException:
+                session.close()
+                raise
+            session.detach()
+    if settings.json:
+        emit_json(restored)
+    else:
+        exact = "exact" if restored.exact else f"not exact: {restored.exact_reason}"
+        say(
+            f"{key} holds {count(restored.tokens)} tokens of {snapshot_id} "
+            f"({seconds(restored.seconds)}, {exact})"
+        )
+
+
+def _opened_like(client: Client, kept: SnapshotInfo, key: str) -> Session:
+    identity = kept.identity
+    return client.open_session(
+        kept.model,
+        session_key=check_session_key(key),
+        window=kept.window,
+        prompt_format=identity.prompt_format,
+        profile_id=identity.profile_id,
+        adapters=identity.adapters,
+    )
+
+
+def snapshot_of(client: Client, snapshot_id: str) -> SnapshotInfo:
+    """Raises SnapshotNotFound."""
+    for info in client.list_snapshots().snapshots:
+        if info.snapshot_id == snapshot_id:
+            return info
+    raise SnapshotNotFound(
+        f"No snapshot has the id {snapshot_id!r}. `modeld snapshots list` lists them.",
+        metadata={"snapshot_id": snapshot_id},
+    )
+
+
+@click.command("fork", short_help="Branch a session.")
+@click.argument("key")
+@click.argument("new_key")
+@click.option("--durable", is_flag=True, help="Save the new session after each of its answers.")
+@global_options
+@pass_settings
+def fork(settings: Settings, key: str, new_key: str, durable: bool) -> None:
+    """Open a second session, NEW_KEY, that holds what the session of KEY does.
+
+    Each goes on by itself. The text of a conversation (`run --session KEY`) is copied with it, so
+    that `run --session NEW_KEY` goes on from here.
+    """
+    path = conversations.path_of(settings.root, new_key)
+    if path.exists():
+        raise InvalidRequest.of(
+            "new_key", new_key, "a key without a conversation", f"Take another, or remove {path}."
+        )
+    with connect(settings) as client, attached(client, key) as session:
+        branch = session.fork(session_key=new_key, durable=durable)
+        try:
+            _copy_text(settings, session, branch, key, new_key, durable)
+            branch.detach()
+        except BaseException:
+            branch.close()
+            raise
+    if settings.json:
+        emit_json(branch.opened)
+    else:
+        say(f"{new_key} has {count(branch.opened.resident)} tokens of {key}")
+
+
+def _copy_text(
+    settings: Settings, session: Session, branch: Session, key: str, new_key: str, durable: bool
+) -> None:
+    if not conversations.path_of(settings.root, key).exists():
+        return
+    prompt_format = branch.identity.prompt_format
+    kept = conversations.load(settings.root, key, prompt_format, session.model)
+    shared = {e.turn_id for e in kept.exchanges if branch.has_turn(e.turn_id)}
+    kept.moved(shared, branch.handle.session_id)
+    kept.durable = durable
+    conversations.save(settings.root, new_key, kept)
+    note(f"its text is copied to {conversations.path_of(settings.root, new_key)}")
