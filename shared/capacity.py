@@ -291,6 +291,7 @@ class SlotUse:
     cells: int = 0  # KV cells allocated by live and reclaimable contexts
     resident_bytes: int = 0  # of those contexts, on the host; weights are charged apart
     reclaimable_bytes: int = 0  # what evicting closed sessions' contexts gives back
+    cold_bytes: int = 0  # parked KV in the host's memory: given back when a context needs it
     # What was promised to contexts and isn't touched yet, so that a reading of available memory
     # still holds it: compute buffers, and KV where the engine touches it only as it fills.
     compute_bytes: int = 0
@@ -365,7 +366,8 @@ class Resolution:
     placement: str  # host | device | split
     max_sessions: int
     allocated: int = 0  # tokens to allocate: ``effective`` rounded up as the engine does
-    free_bytes: int = 0  # of reclaimable contexts, to give back before allocating
+    free_bytes: int = 0  # of reclaimable contexts and parked KV, to give back before allocating
+    cold_bytes: int = 0  # host memory that the plan leaves to parked KV, within its budget
     gpu_layers: int = 0
     tensor_split: tuple[float, ...] = ()
     devices: tuple[DevicePlan, ...] = ()  # the host's row first

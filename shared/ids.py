@@ -11,6 +11,7 @@ from modeld.shared.errors import InvalidRequest
 # A model's name is a name, not a path: no separators, no leading dot or dash.
 MODEL_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 SESSION_KEY = re.compile(r"^[A-Za-z0-9._-]{1,128}\Z")
+SNAPSHOT_ID = re.compile(r"^snap-[0-9a-f]{16}\Z")
 ROLE = re.compile(r"^[a-z_]{1,32}\Z")
 
 
@@ -29,6 +30,10 @@ def backend_of(session_id: str) -> str:
 
 def new_turn_id() -> str:
     return "t-" + secrets.token_hex(8)
+
+
+def new_snapshot_id() -> str:
+    return "snap-" + secrets.token_hex(8)
 
 
 def new_epoch() -> bytes:

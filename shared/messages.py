@@ -80,6 +80,7 @@ class Heartbeat(_Message):
     busy_op: int  # 0: idle
     rss_bytes: int = 0
     dropped: int = 0  # frames dropped for an old epoch or generation
+    cold_bytes: int = 0  # RAM that the cold store holds now
 
 
 class Cancel(_Message):
@@ -266,6 +267,8 @@ class OpenOp(_Message):
     free_bytes: int = 0  # of reclaimable contexts, to give back before allocating
     compute_bytes: int = 0  # on the host, as planned: part of the last look before allocating
     overflow: str = "refuse"  # refuse | evict
+    layout: str = "isolated"  # isolated | batched: a stream of a context that several share
+    streams: int = 0  # of the slot's batch, should this open be the one that makes it
 
 
 class OpenResult(_Message):

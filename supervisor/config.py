@@ -60,7 +60,11 @@ PLANNED = (
     "n_batch",
     "n_ubatch",
 )
-GIVES_WAY = (("floor_window", "max_window"), ("n_ubatch", "n_batch"))  # (the smaller, the larger)
+GIVES_WAY = (  # (the smaller, the larger)
+    ("floor_window", "max_window"),
+    ("n_ubatch", "n_batch"),
+    ("max_sessions", "max_open_sessions"),
+)
 MAX_SOCKET_PATH_BYTES = 107  # the system's limit for a unix socket's path
 
 
@@ -79,6 +83,7 @@ class Config:
     turn_idle_s: float
     queue_limit: int
     max_sessions: int
+    max_open_sessions: int
     max_window: int
     floor_window: int
     sessions_share: int
@@ -134,6 +139,7 @@ class Config:
             floor_window=self.floor_window,
             sessions_share=self.sessions_share,
             max_sessions=self.max_sessions,
+            cold_budget_bytes=self.cold_ram_bytes,
             n_batch=self.n_batch,
             n_ubatch=self.n_ubatch,
             placement=Placement(self.placement),
@@ -143,6 +149,11 @@ class Config:
             device_limit_bytes=self.device_limit_bytes,
             devices=() if self.devices == NO_DEVICES else self.devices,
         )
+
+    @property
+    def parks(self) -> bool:
+        """Whether there is anywhere to keep a parked session's KV."""
+        return bool(self.cold_ram_bytes or self.cold_disk_bytes)
 
     def kv_types(self, backend: str, k_type: str = "", v_type: str = "") -> tuple[str, str]:
         """The KV types of a backend's model, "" being the settings'. Of an openvino model's, one
@@ -216,6 +227,8 @@ def load_config(
 
 def _give_way(values: dict[str, Any], sources: Mapping[str, str]) -> None:
     """A default gives way where it would contradict what was asked for."""
+    if "max_open_sessions" not in sources:
+        values["max_open_sessions"] = max(values["max_open_sessions"], values["max_sessions"])
     for name, bound in GIVES_WAY:
         if name not in sources and values[bound]:
             values[name] = min(values[name], values[bound])
@@ -308,6 +321,12 @@ def _check_together(config: Config, sources: Mapping[str, str]) -> None:
         raise refuse(
             "floor_window",
             f"floor_window ({config.floor_window}) is more than max_window ({config.max_window}).",
+        )
+    if config.max_sessions > config.max_open_sessions:
+        raise refuse(
+            "max_open_sessions",
+            f"it is less than max_sessions ({config.max_sessions}), and every session that holds "
+            "a context is open.",
         )
     if config.n_ubatch > config.n_batch:
         raise refuse(

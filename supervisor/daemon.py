@@ -20,10 +20,11 @@ from grpc_health.v1 import _async as aio_health
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from modeld.shared.errors import InvalidRequest, NotOwner
+from modeld.shared.errors import InvalidRequest, ModeldError, NotOwner
 from modeld.shared.ids import new_instance_id
 from modeld.supervisor.config import Config, split_address
 from modeld.supervisor.durable import private_folder
+from modeld.supervisor.durable_sessions import DurableSessions
 from modeld.supervisor.events import EventBus
 from modeld.supervisor.evidence import EvidenceStore
 from modeld.supervisor.fleet import HeartbeatLimits, WorkerKeeper
@@ -41,6 +42,8 @@ from modeld.supervisor.rpc.daemon_service import DaemonService
 from modeld.supervisor.rpc.model_service import ModelService
 from modeld.supervisor.rpc.services import Services
 from modeld.supervisor.rpc.session_service import SessionService
+from modeld.supervisor.saved_quota import SavedQuota
+from modeld.supervisor.snapshots import SnapshotStore
 from modeld.v1 import (
     daemon_pb2,
     daemon_pb2_grpc,
@@ -54,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.5
 TICK_S = 1.0
+PRUNE_EVERY_S = 3600.0
 FLUSH_S = 2.0  # for answers that are on their way when the last operation has ended
 _OWN_SOCKET = ".s-"  # with eight characters behind, no longer than the known name
 WORKER_MODULES = {
@@ -94,6 +98,7 @@ class Daemon:
         self._holdings = Holdings()
         self._probe = probe or MachineProbe()
         self._lease: Lease
+        self._durable: DurableSessions
 
     # --- the gate that every call passes -------------------------------------------------------
 
@@ -126,11 +131,22 @@ class Daemon:
             await link.start()
             stack.push_async_callback(link.close)
             store = await asyncio.to_thread(ModelStore, self.config.data_root)
+            quota = SavedQuota(self.config.data_root, self.config.snapshot_quota_bytes)
+            snapshots = await asyncio.to_thread(
+                SnapshotStore, self.config.data_root, quota, self.config.snapshot_max_age_s
+            )
+            self._durable = DurableSessions(
+                self.config.data_root,
+                quota,
+                max_age_s=self.config.snapshot_max_age_s,
+                check_owner=self._lease.check,
+            )
+            await asyncio.to_thread(self._durable.start)
             evidence = EvidenceStore(self.config.data_root)
             for backend in self.config.backends:
                 self._slots[backend] = self._start_slot(backend, link, store, generations, evidence)
             stack.push_async_callback(self._stop_workers)
-            server, checks = self._build_server(store, generations)
+            server, checks = self._build_server(store, generations, snapshots)
             await self._tell_health(checks, health_pb2.HealthCheckResponse.SERVING)
             stack.callback(self._remove_socket)
             self.endpoints = self._bind(server)
@@ -140,8 +156,10 @@ class Daemon:
                 self._lease.keep(self._lost_owner, lambda: generations.current)
             )
             ticking = loop.create_task(self._tick())
+            pruning = loop.create_task(self._prune(snapshots))
             stack.callback(keeping.cancel)
             stack.callback(ticking.cancel)
+            stack.callback(pruning.cancel)
             for signum in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(signum, self._signalled)
             self._lease.publish(self.endpoints)
@@ -168,6 +186,7 @@ class Daemon:
             bus=self._bus,
             planning=Planning(backend, self.config, self._probe, evidence),
             holdings=self._holdings,
+            durable=self._durable,
         )
         self._holdings.join(backend, slot.held)
         keeper = WorkerKeeper(
@@ -185,7 +204,7 @@ class Daemon:
         return slot
 
     def _build_server(
-        self, store: ModelStore, generations: GenerationStore
+        self, store: ModelStore, generations: GenerationStore, snapshots: SnapshotStore
     ) -> tuple[grpc.aio.Server, Any]:
         limit = self.config.max_message_bytes
         server = grpc.aio.server(
@@ -195,7 +214,7 @@ class Daemon:
                 ("grpc.so_reuseport", 0),
             ]
         )
-        services = Services(self, self.config, store, self._slots, self._bus)
+        services = Services(self, self.config, store, self._slots, self._bus, snapshots)
         session_pb2_grpc.add_SessionServiceServicer_to_server(SessionService(services), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(services), server)
         daemon_pb2_grpc.add_DaemonServiceServicer_to_server(
@@ -275,6 +294,16 @@ class Daemon:
                     await slot.tick(asyncio.get_running_loop().time())
                 except Exception:
                     logger.exception("time-outs of the %s slot", slot.backend)
+
+    async def _prune(self, snapshots: SnapshotStore) -> None:
+        while True:
+            try:
+                self._lease.check()
+                await asyncio.to_thread(snapshots.prune)
+                await self._durable.prune()
+            except (ModeldError, OSError):
+                logger.exception("removing what wasn't used for long")
+            await asyncio.sleep(PRUNE_EVERY_S)
 
     # --- the end ---------------------------------------------------------------------------------
 

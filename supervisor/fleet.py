@@ -80,7 +80,7 @@ CALL_KINDS: dict[str, tuple[str, ...]] = {
     "EmbedOp": ("tokenize", "embed"),
     "ExportOp": ("copy",),
     "ImportOp": ("copy",),
-    "ForkOp": ("copy",),
+    "ForkOp": ("open", "copy"),
     "TrimOp": ("copy",),
     "ParkOp": ("copy",),
     "ResumeOp": ("open", "copy"),

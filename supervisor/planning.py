@@ -65,6 +65,14 @@ class Question:
     use: SlotUse = field(default_factory=SlotUse)
     companions: Companions = field(default_factory=Companions)
     alternatives: tuple[ModelFacts, ...] = ()
+    cold_ram_bytes: int | None = None  # of a resident model's cold store; None: the settings'
+
+    def policy(self, config: Config) -> CapacityPolicy:
+        policy = config.capacity_policy()
+        if self.cold_ram_bytes is None:
+            return policy
+        bound = min(policy.cold_budget_bytes, self.cold_ram_bytes)
+        return replace(policy, cold_budget_bytes=bound)
 
 
 class Planning:
@@ -281,7 +289,7 @@ class Planning:
         return resolve(
             question.facts,
             question.request,
-            self.config.capacity_policy(),
+            question.policy(self.config),
             machine,
             question.use,
             companions=question.companions,
@@ -297,11 +305,10 @@ class Planning:
     ) -> Resolution:
         """Plan it, and answer a refusal as one. Raises InvalidRequest."""
         self.check_types(question, config)
-        policy: CapacityPolicy = (config or self.config).capacity_policy()
         return survey(
             question.facts,
             question.request,
-            policy,
+            question.policy(config or self.config),
             machine,
             question.use,
             companions=question.companions,

@@ -6,7 +6,7 @@ A handle is valid for the generation it was minted under and never reaches anoth
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from modeld.shared.capabilities import Capability
 from modeld.shared.capacity import CapacityRequest, Resolution
@@ -22,6 +22,15 @@ from modeld.shared.manifest import Identity, SegmentId
 from modeld.supervisor.link import Operation
 
 REMEMBERED = 4096  # closed sessions and generation causes kept for a better answer
+
+
+@dataclass
+class Back:
+    """What a parked session got back with its context. Tokens, seconds; used up as it is told."""
+
+    restored: int
+    missing: int
+    seconds: float
 
 
 @dataclass
@@ -47,6 +56,36 @@ class Session:
     prefix: tuple[SegmentId, ...] = ()
     tools: tuple[str, ...] = ()
     suffix: tuple[SegmentId, ...] = ()
+    parked: bool = False  # its KV is in the cold store, and it has no context
+    times_parked: int = 0
+    resumed_tokens: int = 0  # brought back from the cold store, over all resumes
+    back: Back | None = None  # of the last resume, what no answer has told yet
+    overflow: str = "refuse"  # refuse | evict
+    durable: bool = False  # saved at the end of each turn
+    saved_unix_ms: int = 0  # when it was saved last; 0: not yet
+    saved_tokens: int = 0  # whose KV was saved then
+
+    def forked(
+        self, session_id: str, key: str, resolution: Resolution, resident: int, now: float
+    ) -> Session:
+        """A second session of the same prompt and answers, with a context of its own."""
+        return replace(
+            self,
+            session_id=session_id,
+            key=key,
+            resolution=resolution,
+            opened_at=now,
+            used_at=now,
+            attached=True,
+            operations=set(),
+            resident=resident,
+            times_parked=0,
+            resumed_tokens=0,
+            back=None,
+            durable=False,
+            saved_unix_ms=0,
+            saved_tokens=0,
+        )
 
 
 class SessionRegistry:
@@ -72,6 +111,11 @@ class SessionRegistry:
     def all(self) -> list[Session]:
         return list(self._open.values())
 
+    @property
+    def resident(self) -> int:
+        """How many have a context: all but those that are parked."""
+        return sum(not session.parked for session in self._open.values())
+
     def bumped(self, generation: int, cause: str) -> None:
         """The slot has a new generation: every session of an older one is gone."""
         self._causes[generation] = cause
@@ -91,6 +135,9 @@ class SessionRegistry:
 
     def by_key(self, key: str) -> Session | None:
         return next((s for s in self._open.values() if s.key == key), None)
+
+    def is_open(self, session: Session) -> bool:
+        return self._open.get(session.session_id) is session
 
     def cause_after(self, generation: int) -> str:
         """What first made a handle of ``generation`` stale."""
@@ -169,6 +216,8 @@ def check_attach(
     profile_id: str,
     prompt_format: str,
     capacity: CapacityRequest,
+    durable: bool = False,
+    overflow: str = "refuse",
 ) -> None:
     """Whether a caller may attach by key; raises ManifestMismatch naming what differs.
 
@@ -188,6 +237,8 @@ def check_attach(
             tuple((one.digest, one.scale) for one in capacity.adapters),
             tuple((one.digest, one.scale) for one in session.identity.adapters),
         ),
+        "durable": (durable, session.durable),
+        "overflow": (overflow, session.overflow),
     }
     for name, (asked, actual) in wanted.items():
         if asked != actual:

@@ -27,6 +27,7 @@ MIB = 1024 * 1024
 GIB = 1024 * MIB
 EIB = 1 << 60  # more than any machine's memory, and sums of such sizes still fit 63 bits
 MAX_SIZE_LETTERS = 40
+MAX_OPEN_SESSIONS = 16_384
 MAX_SHOWN = 200  # letters of a bad value in a message
 UNQUANTISED = ("f16", "bf16", "f32")
 BACKENDS = ("llama", "openvino")
@@ -116,7 +117,13 @@ SETTINGS: tuple[Setting, ...] = (
         "how long the slot is kept between the calls of one turn", maximum=600,
     ),
     Setting("queue_limit", "int", 64, "calls that may wait for a slot", 1, 100_000),
-    Setting("max_sessions", "int", 8, "sessions open at once on a slot", 1, MAX_SESSIONS),
+    Setting(
+        "max_sessions", "int", 8, "sessions that hold a context at once on a slot", 1, MAX_SESSIONS
+    ),
+    Setting(
+        "max_open_sessions", "int", 64, "sessions open at once on a slot, parked ones included",
+        1, MAX_OPEN_SESSIONS,
+    ),
     Setting(
         "max_window", "int", 0, "most tokens a session's window may have; 0: no limit",
         256, MAX_CONTEXT_TOKENS, zero="no limit",
@@ -138,7 +145,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "cold_ram_bytes", "size", GIB,
-        "most host memory for parked KV, where it is free; 0: nothing is parked", maximum=EIB,
+        "most host memory for parked KV, where it is free; 0: none", maximum=EIB,
     ),
     Setting(
         "cold_disk_bytes", "size", 0, "most disk for parked KV; 0: none", maximum=EIB

@@ -18,8 +18,11 @@ from modeld.shared.errors import (
     ModelNotActive,
     SessionFatal,
     SessionNotFound,
+    UnsupportedFeature,
 )
 from modeld.shared.messages import (
+    AdmitOp,
+    AdmitResult,
     CloseOp,
     CloseResult,
     DecodeIn,
@@ -44,11 +47,19 @@ from modeld.shared.messages import (
     LoadResult,
     OpenOp,
     OpenResult,
+    ParkOp,
+    ParkResult,
     Payload,
     Progress,
     PromptIn,
     RenderOp,
     RenderResult,
+    RestoreOp,
+    RestoreResult,
+    ResumeOp,
+    ResumeResult,
+    SaveOp,
+    SaveResult,
     SegmentIn,
     Status,
     SuffixOp,
@@ -59,14 +70,27 @@ from modeld.shared.messages import (
     TurnOp,
     UnloadOp,
 )
-from modeld.workers import faults, residency, state_import, structured
+from modeld.shared.planner.residency import Layout, sizes_of
+from modeld.workers import (
+    admit,
+    eviction,
+    faults,
+    parked_sessions,
+    residency,
+    restoring,
+    saving,
+    state_import,
+    structured,
+)
+from modeld.workers.batching import Gate, Place
 from modeld.workers.decode import check_options, decode, nothing_decoded
 from modeld.workers.embedding import embed
 from modeld.workers.engine import Engine
 from modeld.workers.executor import OpContext
 from modeld.workers.images import SeeingEngine
+from modeld.workers.parking import Parking, parking_of
 from modeld.workers.pool import ContextPool, Shape
-from modeld.workers.prefill import Prefill, check_bytes, check_window
+from modeld.workers.prefill import check_bytes
 from modeld.workers.prompt import Assembled, PromptAssembler
 from modeld.workers.quality import KV_TYPE, greedy_probe
 from modeld.workers.session import COUNTERS, Session
@@ -75,6 +99,9 @@ from modeld.workers.structured import Constraint, Constraints
 from modeld.workers.template import ChatTemplate
 
 log = logging.getLogger(__name__)
+
+# What needs no batch, nor a long time: it is done between two batches of what runs.
+_BETWEEN = (OpenOp, CloseOp, ExplainOp, TokenizeOp, DetokenizeOp, RenderOp)
 
 
 class SessionCore:
@@ -89,9 +116,12 @@ class SessionCore:
         self._engine = engine
         self._pool: ContextPool | None = None
         self._template: ChatTemplate | None = None
+        self._evicts = ""  # the capability overflow.evict of the loaded model
         self._source: residency.Source | None = None
+        self._parking: Parking | None = None
         self._constraints: Constraints | None = None  # made for the first decode under one
         self._sessions: dict[str, Session] = {}
+        self.gate = Gate()
         self._serve: dict[type, Callable[[Any, OpContext], Payload]] = {
             LoadOp: self._load,
             UnloadOp: self._unload,
@@ -110,6 +140,11 @@ class SessionCore:
             ImportOp: self._import,
             ForkOp: self._fork,
             TrimOp: self._trim,
+            AdmitOp: self._admit_again,
+            ParkOp: self._park,
+            ResumeOp: self._resume,
+            SaveOp: self._save,
+            RestoreOp: self._restore,
         }
 
     def hello(self) -> Hello:
@@ -122,7 +157,32 @@ class SessionCore:
             raise InvalidRequest.of(
                 "operation", type(request).__name__, ", ".join(op.__name__ for op in self._serve)
             )
+        if self._parking is not None:
+            self._parking.beat = context.beat
         return serve(request, context)
+
+    def sessions(self, request: Payload) -> tuple[str, ...]:
+        """See ``executor.Batching``."""
+        ids = (getattr(request, name, "") for name in ("session_id", "new_session_id"))
+        return tuple(session_id for session_id in ids if session_id)
+
+    def place(self, request: Payload) -> Place:
+        """See ``executor.Batching``: what a batched session does goes beside others' operations."""
+        if isinstance(request, _BETWEEN):
+            return Place("between")
+        ids = self.sessions(request)
+        if not ids:
+            return Place("alone")
+        session = self._sessions.get(ids[0])
+        if session is None:  # it is refused
+            return Place("between")
+        return Place("beside" if session.batched else "alone", ids)
+
+    @property
+    def cold_bytes(self) -> int:
+        """RAM of the cold store now; read by any thread."""
+        parking = self._parking
+        return parking.store.ram_bytes if parking is not None else 0
 
     def close(self) -> None:
         """Free everything. Idempotent."""
@@ -154,16 +214,18 @@ class SessionCore:
             except BaseException:
                 self._drop_model()
                 raise
-        self._pool = ContextPool(self._engine, op.max_contexts)
-        hello = self._engine.hello()
-        self._source = residency.Source.of(hello, result)
-        declared = result.longest_gap_s or hello.longest_gap_s
-        result.longest_gap_s = structured.longest_gap_s(declared, result.vocab)
+        self._pool = ContextPool(self._engine, op.max_contexts, self.gate)
         source = self._engine.chat_template
         if source:
             self._template = template = ChatTemplate(source, self._engine.special_texts())
             result.template_digest = template.digest
             result.template_supports_tools = template.supports_tools
+        hello = self._engine.hello()
+        self._source = residency.Source.of(hello, result)
+        self._evicts = result.capabilities.get("overflow.evict", "")
+        self._parking = self._pool.parking = parking_of(op, result, self._source, context.beat)
+        declared = result.longest_gap_s or hello.longest_gap_s
+        result.longest_gap_s = structured.longest_gap_s(declared, result.vocab)
         return result
 
     def _unload(self, op: UnloadOp, context: OpContext) -> Empty:
@@ -177,6 +239,9 @@ class SessionCore:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
+        parking, self._parking = self._parking, None
+        if parking is not None:
+            parking.close()
         self._engine.unload()
 
     def _loaded(self) -> ContextPool:
@@ -191,9 +256,10 @@ class SessionCore:
         self._check_new("session_id", op.session_id)
         if op.window < 1:
             raise InvalidRequest.of("window", op.window, "1 token or more")
+        layout = self._layout(op)
         assembler = self._assembler(op.prompt_format)
         faults.point("open")
-        shape = Shape(op.window, op.k_type, op.v_type)
+        shape = Shape(op.window, op.k_type, op.v_type, _streams(op))
         entry, reused = pool.acquire(op.session_id, shape, op.free_bytes, op.compute_bytes)
         session = Session(
             session_id=op.session_id,
@@ -203,6 +269,8 @@ class SessionCore:
             context=entry,
             served_window=op.window,
             prompt_format=op.prompt_format,
+            batched=bool(shape.streams),
+            layout=layout,
         )
         session.counters["adopted_contexts" if reused else "created_contexts"] += 1
         self._sessions[op.session_id] = session
@@ -220,6 +288,21 @@ class SessionCore:
             reclaimable_placed=pool.reclaimable_placed,
             placed=list(entry.engine_context.placed),
         )
+
+    def _layout(self, op: OpenOp) -> Layout | None:
+        """None under overflow refuse."""
+        if op.overflow == "refuse":
+            return None
+        if op.overflow != "evict":
+            raise InvalidRequest.of("overflow", op.overflow, "refuse or evict")
+        if not self._evicts.startswith("yes"):
+            raise UnsupportedFeature(
+                "The loaded model can't be served beyond its window: "
+                f"{self._evicts.partition(': ')[2] or 'its executor does not say so'}. Open with "
+                "overflow refuse.",
+                metadata={"capability": "overflow.evict"},
+            )
+        return Layout(sizes_of(op.window))
 
     def _close(self, op: CloseOp, context: OpContext) -> CloseResult:
         pool = self._loaded()
@@ -248,6 +331,10 @@ class SessionCore:
     def _session(self, session_id: str) -> Session:
         """An open session that can still be used; raises SessionNotFound or SessionFatal."""
         session = self._any_session(session_id)
+        if session.parked is not None:
+            raise InvalidRequest.of(
+                "session_id", session_id, "a session that isn't parked", "Resume it first."
+            )
         if session.context is None:
             raise SessionFatal(
                 "This session's context was destroyed after an engine error. Open a new session.",
@@ -301,15 +388,17 @@ class SessionCore:
 
     def _admit(self, session: Session, stage: str) -> Callable[[int], None]:
         pool = self._loaded()
+        if session.layout is not None:  # a conversation of any length is taken
+            return lambda _text_bytes: None
         return lambda text_bytes: check_bytes(session, pool, text_bytes, stage)
 
     def _ensure(self, op: EnsureOp, context: OpContext) -> Status:
         session, pool = self._session(op.session_id), self._loaded()
         assembled = session.assemble(op.prefix, None, self._admit(session, "prefix"))
-        check_window(session, pool, assembled, "prefix")
+        eviction.check_fits(session, pool, op.prefix, None, assembled, "prefix")
         with self._changing(session):
             session.set_prompt(op.prefix, None, assembled)
-            prefill = Prefill(session, pool, assembled, need_logits=False)
+            prefill = eviction.prefill_of(session, pool, assembled, need_logits=False)
             prefill.advance(session.prompt, context)
             return prefill.status("prefix")
 
@@ -322,22 +411,25 @@ class SessionCore:
             )
         assembled = session.assemble(session.prefix, suffix, self._admit(session, "suffix"))
         _check_not_empty(assembled)
-        check_window(session, pool, assembled, "suffix")
+        eviction.check_fits(session, pool, session.prefix, suffix, assembled, "suffix")
         with self._changing(session):
             session.set_prompt(session.prefix, suffix, assembled)
             # A suffix without a token has no last one to evaluate again: a decode sees to that.
             adds = len(assembled.tokens) > assembled.prefix_tokens
-            prefill = Prefill(session, pool, assembled, need_logits=adds)
+            prefill = eviction.prefill_of(session, pool, assembled, need_logits=adds)
             prefill.advance(session.prompt, context)
             return prefill.status("suffix")
 
     def _decode(self, op: DecodeOp, context: OpContext) -> FinalOut:
-        session, tokenizer = self._session(op.session_id), self._engine.tokenizer
+        session, pool = self._session(op.session_id), self._loaded()
+        tokenizer = self._engine.tokenizer
         check_options(op.turn_id, op.options, tokenizer, session.entry.samples_itself)
         _check_not_empty(session.assembled)
         rule = self._constraint(op.options, session.answer_text, context)
         with self._changing(session):
-            return decode(session, tokenizer, op.turn_id, op.options, context, constraint=rule)
+            return decode(
+                session, tokenizer, op.turn_id, op.options, context, constraint=rule, pool=pool
+            )
 
     def _constraint(self, options: DecodeIn, answer: str, context: OpContext) -> Constraint | None:
         """What the options constrain an answer to, of which ``answer`` is there already."""
@@ -354,12 +446,12 @@ class SessionCore:
         check_options(op.turn_id, op.options, tokenizer, session.entry.samples_itself)
         assembled = session.assemble(op.prefix, op.suffix, self._admit(session, "turn"))
         _check_not_empty(assembled)
-        check_window(session, pool, assembled, "turn")
+        eviction.check_fits(session, pool, op.prefix, op.suffix, assembled, "turn")
         rule = self._constraint(op.options, "", context)
         with self._changing(session):
             began_s = time.perf_counter()
             session.set_prompt(op.prefix, op.suffix, assembled)
-            prefill = Prefill(session, pool, assembled, need_logits=True)
+            prefill = eviction.prefill_of(session, pool, assembled, need_logits=True)
             parts: tuple[tuple[Literal["prefix", "suffix"], int], ...] = (
                 ("prefix", session.prefix_tokens),
                 ("suffix", session.prompt),
@@ -368,7 +460,7 @@ class SessionCore:
                 arrived = prefill.advance(end, context)
                 context.emit(prefill.status(part))
                 if not arrived:
-                    return nothing_decoded(session, op.options)
+                    return nothing_decoded(session, op.options, pool)
             spent_s = time.perf_counter() - began_s
             return decode(
                 session,
@@ -378,6 +470,7 @@ class SessionCore:
                 context,
                 spent_s=spent_s,
                 constraint=rule,
+                pool=pool,
             )
 
     # --- residency -----------------------------------------------------------------------------
@@ -407,21 +500,54 @@ class SessionCore:
         with self._changing(session):
             return residency.trim(session, op.keep)
 
+    def _save(self, op: SaveOp, context: OpContext) -> SaveResult:
+        session = self._session(op.session_id)
+        assert self._source is not None
+        with self._changing(session):
+            return saving.save(session, self._source, op, context)
+
+    def _restore(self, op: RestoreOp, context: OpContext) -> RestoreResult:
+        session, pool = self._session(op.session_id), self._loaded()
+        assert self._source is not None
+        with self._changing(session):
+            return restoring.restore(session, pool, self._source, op, context)
+
+    def _park(self, op: ParkOp, context: OpContext) -> ParkResult:
+        session, pool = self._session(op.session_id), self._loaded()
+        with self._changing(session):
+            return parked_sessions.park(session, pool)
+
+    def _resume(self, op: ResumeOp, context: OpContext) -> ResumeResult:
+        began_s = time.perf_counter()
+        session, pool = self._any_session(op.session_id), self._loaded()
+        reused = parked_sessions.give_context(session, pool, op)
+        with self._changing(session):
+            return parked_sessions.resume(session, pool, reused=reused, began_s=began_s)
+
+    def _admit_again(self, op: AdmitOp, context: OpContext) -> AdmitResult:
+        session, pool = self._session(op.session_id), self._loaded()
+        chosen = admit.choose(session, self._engine.tokenizer, op)
+        with self._changing(session):
+            return admit.admit(session, pool, chosen, context)
+
     # --- questions -----------------------------------------------------------------------------
 
     def _explain(self, op: ExplainOp, context: OpContext) -> ExplainResult:
         session, pool = self._session(op.session_id), self._loaded()
+        parked, gone = eviction.standing(session, pool, session.length)
         return ExplainResult(
             resident=session.logical,
             available=session.available,
             retained=session.retained,
             seen_tokens=session.seen_tokens,
             segments=session.segments(),
-            blocks=session.blocks(),
+            blocks=eviction.blocks(session, pool),
             counters={name: session.counters[name] for name in COUNTERS} | pool.counters(),
             turn_ids=list(session.turns),
             slot_cells=pool.slot_cells,
             reclaimable_tokens=pool.reclaimable_tokens,
+            parked=parked,
+            gone=gone,
         )
 
     def _tokenize(self, op: TokenizeOp, context: OpContext) -> TokenizeResult:
@@ -472,6 +598,17 @@ class SessionCore:
         if not assembled.images:
             text = template.render(op.messages, op.tools, op.add_generation_prompt)
         return RenderResult(text=text, template_digest=template.digest, ids=assembled.tokens)
+
+
+def _streams(op: OpenOp) -> int:
+    """0 for a context of its own."""
+    if op.layout not in ("isolated", "batched"):
+        raise InvalidRequest.of("layout", op.layout, "isolated or batched")
+    if op.layout == "isolated":
+        return 0
+    if op.streams < 1:
+        raise InvalidRequest.of("streams", op.streams, "1 or more, with layout batched")
+    return op.streams
 
 
 def _check_not_empty(assembled: Assembled | None) -> None:

@@ -17,6 +17,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from modeld.shared.errors import InvalidRequest
 from modeld.shared.messages import (
     ChunkOut,
@@ -26,9 +28,11 @@ from modeld.shared.messages import (
     SamplingIn,
     TokenLogprobOut,
 )
+from modeld.shared.planner.residency import NoRoom
 from modeld.workers import faults, sampling, structured
 from modeld.workers.engine import SelfSampling, Tokenizer
 from modeld.workers.engine_tokens import EngineTokens
+from modeld.workers.eviction import Answering, standing
 from modeld.workers.executor import OpContext
 from modeld.workers.prefill import ensure_logits
 from modeld.workers.prompt import GeneratedTurn
@@ -37,6 +41,7 @@ from modeld.workers.stream import Coalescer, TextStream, validate_stop
 
 if TYPE_CHECKING:
     from modeld.workers.engine import Logits
+    from modeld.workers.pool import ContextPool
     from modeld.workers.structured import Constraint
 
 MAX_TOP_LOGPROBS = 20
@@ -72,6 +77,7 @@ def decode(
     *,
     spent_s: float = 0.0,
     constraint: Constraint | None = None,
+    pool: ContextPool,
 ) -> FinalOut:
     """Generate after the prompt, or after the answer so far, and keep the answer as a turn.
 
@@ -82,25 +88,28 @@ def decode(
 
     Raises InvalidRequest where a constraint leaves nothing to choose; what was generated is kept.
     """
-    return _Decode(session, tokenizer, options, context, spent_s, constraint).run(turn_id)
+    return _Decode(session, tokenizer, options, context, spent_s, constraint, pool).run(turn_id)
 
 
-def nothing_decoded(session: Session, options: DecodeIn) -> FinalOut:
+def nothing_decoded(session: Session, options: DecodeIn, pool: ContextPool) -> FinalOut:
     """The final record of a turn that was cancelled before its first token."""
-    return _final(session, options, "cancelled")
+    return _final(session, options, "cancelled", pool)
 
 
 def _final(
     session: Session,
     options: DecodeIn,
     stop_reason: str,
+    pool: ContextPool,
     *,
     stop_sequence: str = "",
     tokens: int = 0,
     prefilled: int = 0,
     engine_s: float = 0.0,
     first_token_s: float = 0.0,
+    recomputed: int = 0,
 ) -> FinalOut:
+    parked, gone = standing(session, pool, session.length)
     return FinalOut(
         stop_reason=stop_reason,
         stop_sequence=stop_sequence,
@@ -112,6 +121,9 @@ def _final(
         available=session.available,
         seen_tokens=session.seen_tokens,
         seed=options.sampling.seed,
+        parked=parked,
+        gone=gone,
+        recomputed=recomputed,
     )
 
 
@@ -175,8 +187,12 @@ class _Decode:
         context: OpContext,
         spent_s: float,
         constraint: Constraint | None,
+        pool: ContextPool,
     ) -> None:
         self._session = session
+        self._pool = pool
+        # Set under overflow evict.
+        self._answering = Answering(session, pool, context) if session.layout is not None else None
         self._tokenizer = tokenizer
         self._options = options
         self._context = context
@@ -196,7 +212,7 @@ class _Decode:
         prefilled = 0
         if self._constraint is not None and self._constraint.complete:
             stop = "eos"
-        elif session.logical + len(session.missing()) > session.window:
+        elif self._answering is None and session.logical + len(session.missing()) > session.window:
             stop = "context_full"  # an earlier answer's last token has no cell
         else:
             try:
@@ -214,16 +230,24 @@ class _Decode:
             session,
             options,
             stop,
+            self._pool,
             stop_sequence=self._stream.matched or "",
             tokens=self._sampled,
             prefilled=prefilled,
             engine_s=time.perf_counter() - began_s - self._chunks.waited_s,
             first_token_s=self._first_token_s,
+            recomputed=self._answering.recomputed if self._answering is not None else 0,
         )
 
     def _answer(self, began_s: float) -> tuple[int, str]:
         """Tokens evaluated before the first one was sampled, and why the answer stopped."""
         engine = self._engine
+        if self._answering is not None:
+            try:
+                prefilled, ready = self._answering.ensure_logits()
+            except NoRoom:
+                return 0, "context_full"
+            return prefilled, self._loop(began_s) if ready else "cancelled"
         if engine is None:
             prefilled, ready = ensure_logits(self._session, self._context)
             return prefilled, self._loop(began_s) if ready else "cancelled"
@@ -278,7 +302,12 @@ class _Decode:
             if self._sampled == limit:
                 return "length"
             if session.logical == window:
-                return "context_full"
+                if self._answering is None:
+                    return "context_full"
+                if why := self._answering.make_room():
+                    return why
+                entry = session.entry  # which another may have taken the place of
+                continue
             if not (engine.go_on() if engine else entry.append(token, cancelled)):
                 return "cancelled"
             session.logical += 1
@@ -288,6 +317,8 @@ class _Decode:
     def _sampler(self, options: SamplingIn) -> sampling.Sampler:
         sampler = sampling.Sampler(options, self._tokenizer.vocab_size)
         before = self._session.entry.tokens
+        if self._answering is not None:
+            before = np.asarray(self._session.conversation(), dtype=np.int32)
         if options.repeat_last_n >= 0:
             before = before[max(0, len(before) - options.repeat_last_n) :]
         sampler.prime(before[before >= 0].tolist())  # an image's ids aren't the vocabulary's
@@ -314,9 +345,11 @@ class _Decode:
         """The answer is what was released: tokens beyond it go, from the context too."""
         session, stream = self._session, self._stream
         session.counters["generated_tokens"] += self._sampled
+        if self._sampled:
+            session.sampled()
         kept = self._before + stream.visible_tokens
         shown = session.answer_ids[self._before : kept]
-        session.logical = min(session.logical, session.prompt + kept)
+        session.cut(kept)
         session.answer_text += stream.text
         session.answer_spelled = session.answer_spelled and stream.spelled
         del session.answer_ids[kept:]

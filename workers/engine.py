@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from modeld.shared.messages import DecodeIn, Hello, LoadOp, LoadResult, PlacedOut
+    from modeld.workers.batching import Gate
 
     Logits = NDArray[np.float32]
     State = NDArray[np.uint8]  # one dimension
@@ -91,14 +92,15 @@ class EngineContext(Protocol):
 
     # --- residency: what a session's KV can do besides growing and shrinking at its end
 
-    state_block: int  # tokens: exported ranges begin and end at multiples of it, or at the length
+    state_block: int  # tokens: exported ranges begin at multiples of it
 
     def export_state(self, begin: int, end: int) -> State:
         """A copy of the engine's own bytes of the KV of positions ``begin`` to ``end``.
 
-        Changes nothing. Raises UnsupportedFeature where this model's memory can't give a range
-        (capability ``state.blocks`` or ``state.whole``), InvalidRequest for a range that isn't
-        held or lies across a block, and InsufficientMemory where there is none for the copy.
+        Changes nothing. Where ``end`` lies within a block, the bytes are the whole block's. Raises
+        UnsupportedFeature where this model's memory can't give a range (capability
+        ``state.blocks`` or ``state.whole``), InvalidRequest for a range that isn't held or begins
+        within a block, and InsufficientMemory where there is none for the copy.
         """
 
     def import_state(self, state: State, end: int) -> bool:
@@ -153,6 +155,56 @@ class SelfSampling(Protocol):
 
         Whoever takes the next token has the one before it evaluated. Ends without a token when
         cancelled before the first; must be closed. Raises SessionFatal as ``evaluate`` does.
+        """
+
+
+class BatchContext(Protocol):
+    """One engine context of several streams, whose sampled tokens can be evaluated together.
+
+    Its ``streams`` are ``EngineContext`` whose ``evaluate`` and ``step`` go through the gate that
+    it was made with. Closing a stream empties it for the next one; the memory is the batch's.
+    """
+
+    window: int  # tokens a stream
+    chunk: int  # most tokens of a prompt that ``evaluate`` takes
+    broken: bool  # nothing of it can be trusted; streams raise SessionFatal from then on
+    company: bool  # a sampled token is never evaluated alone: the results would be other ones
+
+    @property
+    def streams(self) -> Sequence[EngineContext]: ...
+
+    def step(self, tokens: Sequence[tuple[int, int]]) -> None:
+        """Append one sampled token to each of several streams: pairs of its index and the token.
+
+        Raises SessionFatal when what any stream holds is unknown afterwards.
+        """
+
+    def evaluate(
+        self, stream: int, tokens: NDArray[np.int64], *, wanted: bool, cancelled: Cancelled
+    ) -> int:
+        """Append tokens of a prompt to a stream, and return how many were: fewer only when
+        cancelled. ``wanted``: whether logits are, of the last one. Raises as ``step`` does.
+        """
+
+    def close(self) -> None:
+        """Free it. Idempotent."""
+
+
+@runtime_checkable
+class BatchingEngine(Protocol):
+    """What an ``Engine`` has besides whose sessions can share a batch."""
+
+    def new_batch(
+        self,
+        streams: int,
+        window: int,
+        k_type: str,
+        v_type: str,
+        gate: Gate,
+        compute_bytes: int = 0,
+    ) -> BatchContext:
+        """Raises as ``new_context`` does, and UnsupportedFeature (capability ``layout.batched``)
+        where the loaded model can't be run so.
         """
 
 

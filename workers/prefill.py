@@ -19,12 +19,17 @@ from modeld.workers import faults
 from modeld.workers.engine import Cancelled
 from modeld.workers.executor import OpContext
 from modeld.workers.images import Rereading, SeeingContext
-from modeld.workers.pool import ContextPool, PooledContext, Tokens, common_prefix
+from modeld.workers.parking import ranks_of
+from modeld.workers.pool import (
+    WORTHWHILE_TOKENS,
+    ContextPool,
+    PooledContext,
+    Tokens,
+    common_prefix,
+)
 from modeld.workers.prompt import Assembled
 from modeld.workers.session import Session
 
-# Another context is worth taking over or copying when it holds at least this many tokens more.
-WORTHWHILE_TOKENS = 32
 # Below this the exact count is cheap; only beyond it is the longest piece looked up at all.
 _PLAIN_BYTES_A_TOKEN = 16
 
@@ -127,6 +132,8 @@ class Prefill:
         self._held = self._old_logical or len(session.entry)
         own = _find(session.entry, self._target, need_logits)
         self._found = self._take_better(pool, own, need_logits)
+        self._warm = self._found.keep  # without the cold store
+        self._found = self._bring_back(self._found, need_logits)
         self._position = self._found.keep
         self._reused = self._found.keep  # until an engine that keeps its cache itself was asked
         self._lower_bound = False
@@ -138,6 +145,25 @@ class Prefill:
         self._told_s = 0.0
         session.logical = min(self._stayed, self._found.keep)
         pool.touch(session.entry)
+        self._ranks = ranks_of(session)
+        # Where only the last token is evaluated, it is for its logits.
+        size = len(self._target)
+        self._again_from = size if self._position == size - 1 else 0
+
+    @property
+    def position(self) -> int:
+        """Tokens of the target that are there."""
+        return self._position
+
+    @property
+    def brought(self) -> tuple[int, int]:
+        """Positions from and to which the cold store gave the target."""
+        return self._warm, max(self._warm, self._found.keep)
+
+    @property
+    def copied(self) -> int:
+        """Tokens of the target, from the first on, that came from another session's context."""
+        return self._copied
 
     def advance(self, end: int, context: OpContext) -> bool:
         """Bring the first ``end`` tokens of the prompt into the context; False when cancelled."""
@@ -146,13 +172,15 @@ class Prefill:
             self._ask(end, context)
         elif self._position < end:
             faults.point("prefill")
+            entry.park(self._position)
             entry.trim(self._position)
             show_images(session)
             done = entry.extend(self._assembled.tokens[self._position : end], polled(context))
+            session.took(self._position, self._position + done, again_from=self._again_from)
             self._position += done
             self._evaluated += done
-            session.seen_tokens += done
             session.counters["evaluated_tokens"] += done
+        entry.ranks = self._ranks
         session.logical = min(self._position, end)
         arrived = session.logical == end
         session.counters["cancelled_ops"] += not arrived
@@ -206,7 +234,8 @@ class Prefill:
             available=session.available,
             retained=session.retained,
             copied=max(0, min(self._copied, self._reused, end) - begin),
-            miss_reason=self._miss_reason(begin, end),
+            restored=max(0, min(self._reused, end) - max(begin, self._warm)),
+            miss_reason=self.miss_reason(begin, end),
             stable_token_hash=token_hash(self._target[:prefix]),
             volatile_token_hash=token_hash(self._target[prefix:end]),
             template_additive=assembled.additive,
@@ -224,6 +253,7 @@ class Prefill:
             return False
         held_something = len(entry) > 0
         session.logical = self._stayed = 0
+        entry.park()
         entry.trim(0)
         entry.kv_digest, entry.runtime_digest = session.kv_digest, session.runtime_digest
         return held_something
@@ -255,6 +285,20 @@ class Prefill:
         # The other's content helps, but it is still for lack of a trim that more is evaluated.
         return _Find(best.matched, best.keep, own.cannot_trim)
 
+    def _bring_back(self, found: _Find, need_logits: bool) -> _Find:
+        """What the cold store has beyond what was found."""
+        session, entry = self._session, self._session.entry
+        if entry.parking is None:
+            return found
+        session.logical = min(session.logical, found.keep)
+        keep = entry.parking.bring_back(entry, self._target, found.keep, need_logits=need_logits)
+        if keep == found.keep:
+            return found
+        session.counters["restored_tokens"] += max(0, keep - found.keep)
+        self._held = max(self._held, len(entry))
+        matched = common_prefix(entry.tokens, self._target)
+        return _Find(max(matched, found.matched), keep, found.cannot_trim)
+
     def _dropped_at(self, end: int) -> int:
         """Tokens that left the session's context by this call, as far as is known at ``end``.
 
@@ -276,7 +320,8 @@ class Prefill:
         due = min(self._found.keep, end - 1)
         return not self._lower_bound and self._reused < due - due % block
 
-    def _miss_reason(self, begin: int, end: int) -> str:
+    def miss_reason(self, begin: int, end: int) -> str:
+        """Why not all from ``begin`` to ``end`` of the target was there."""
         if begin == end:
             return "NONE"
         if isinstance(self._session.entry.engine_context, Rereading):
@@ -332,10 +377,11 @@ def ensure_logits(session: Session, context: OpContext) -> tuple[int, bool]:
     if not entry.can_keep(keep):
         keep = 0
     tokens = [*entry.tokens[keep:logical].tolist(), *missing]
+    entry.park(logical)
     entry.trim(keep)
     show_images(session)
     # Sampled tokens go one by one, as they did or would have when they were sampled.
-    prompt = max(0, session.prompt - keep)
+    prompt = max(0, session.as_prompt - keep)
     cancelled = polled(context)
     done = entry.extend(tokens[:prompt], cancelled) if prompt else 0
     if done == min(prompt, len(tokens)):
@@ -343,7 +389,7 @@ def ensure_logits(session: Session, context: OpContext) -> tuple[int, bool]:
             if not entry.append(token, cancelled):
                 break
             done += 1
+    session.took(keep, keep + done, again_from=logical if keep == logical - 1 else 0)
     session.logical = keep + done
-    session.seen_tokens += done
     session.counters["evaluated_tokens"] += done
     return done, done == len(tokens)

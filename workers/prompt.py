@@ -62,6 +62,7 @@ class Assembled:
     tail_ids: list[int]
     text: str = ""
     images: tuple[PlacedImage, ...] = ()
+    tools_end: int = 0  # tokens before the first message that isn't the system's; tools are there
 
 
 @dataclass
@@ -117,6 +118,10 @@ class PromptAssembler:
         tokenizer = self._tokenizer
         controls = {**tokenizer.controls, vision.marker: IMAGE}
         return Controls(controls, tokenizer.strips_left, tokenizer.strips_right)
+
+    @functools.cached_property
+    def control_ids(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.controls.values())
 
     @functools.cached_property
     def longest_piece(self) -> int:
@@ -325,18 +330,20 @@ class PromptAssembler:
             turn = turns[turn_id]
             text = turn.tail_text + turn.answer_text
             recomputed += bool(turn.answer_ids) and text not in built.matched
-        ranges = self._ranges(whole, prefix, suffix, boundary, turns)
+        ranges, head = self._ranges(whole, prefix, suffix, boundary, turns)
+        *segments, tools = located([*ranges, head], whole.text, built.ids, built.ends)
         assembled = Assembled(
             tokens=built.tokens,
             prefix_tokens=prefix_tokens,
             text_bytes=len(whole.text.encode()),
             additive=additive,
             turns_recomputed=recomputed,
-            segments=located(ranges, whole.text, built.ids, built.ends),
+            segments=segments,
             tail_text=built.tail.text if built.tail else "",
             tail_ids=list(built.tail.tokens) if built.tail else [],
             text=whole.text,
             images=tuple(built.images),
+            tools_end=tools.token_end,
         )
         if self._vision is not None:
             self._vision.check(assembled)
@@ -349,8 +356,10 @@ class PromptAssembler:
         suffix: PromptIn | None,
         boundary: int | None,
         turns: Mapping[str, GeneratedTurn],
-    ) -> list[Span | None]:
-        """Each segment's characters, the template's text before its content included."""
+    ) -> tuple[list[Span | None], Span]:
+        """Each segment's characters, the template's text before its content included; and what
+        stands before the first content that isn't the system's.
+        """
         segments = _segments(prefix, suffix)
         if self._renderer is None or not self._chat:
             ranges: list[Span | None] = []
@@ -358,13 +367,19 @@ class PromptAssembler:
             for segment in segments:
                 begin, end = end, end + len(_raw_text(segment, turns))
                 ranges.append((begin, end))
-            return ranges
+            return ranges, (0, 0)
         if not segments:
-            return []
+            return [], (0, 0)
         messages = [_message(segment, turns) for segment in segments]
         rendered = Rendered(whole.text, whole.parts)
         spans = self._renderer.spans(messages, prefix.tools, suffix is not None, rendered)
-        return stretched(spans, len(prefix.segments), boundary, len(whole.text))
+        others = (
+            span[0] if span else None
+            for message, span in zip(messages, spans, strict=True)
+            if message.role != "system"
+        )
+        head = (0, next((begin for begin in others if begin is not None), len(whole.text)))
+        return stretched(spans, len(prefix.segments), boundary, len(whole.text)), head
 
 
 def _put_image(built: _Built, picture: Picture, begin: int, offset: int, size: int) -> None:

@@ -121,7 +121,7 @@ class Decision:
     def held(self) -> int:
         """Cells that stay when the window is opened."""
         use = self.problem.use
-        if self.spread is None or self.layout.holds(self.spread, reclaim=False):
+        if self.spread is None or without_cold(self.layout, use).holds(self.spread, reclaim=False):
             return use.cells
         return use.cells - reclaimable_cells(use)
 
@@ -170,6 +170,15 @@ def make_layout(problem: Problem, costs: Costs) -> Layout:
     )
 
 
+def without_cold(layout: Layout, use: SlotUse) -> Layout:
+    """The same with parked KV given back, which goes before any context does."""
+    if not use.cold_bytes:
+        return layout
+    # As things are nothing is reclaimable, so that all that is held counts as resident.
+    given = replace(layout.host.as_is, reclaimable=use.cold_bytes, resident=use.resident_bytes)
+    return layout.with_places(replace(layout.host, as_is=given), layout.devices)
+
+
 def _split(
     source: SlotUse | CapacityPolicy, devices: tuple[Place, ...], use: SlotUse
 ) -> tuple[float, ...]:
@@ -195,9 +204,9 @@ def decide(problem: Problem) -> Decision:
     fits_one = layout.fit()
     fits = fits_one if need == 1 else layout.fit(need)
     window, spread = _window(problem, layout, need, fits)
-    as_is = fits_one
-    if any(place.budget != place.as_is for place in (layout.host, *layout.devices)):
-        as_is = layout.fit(reclaim=False)
+    as_is, there = fits_one, without_cold(layout, use)
+    if any(place.budget != place.as_is for place in (there.host, *there.devices)):
+        as_is = there.fit(reclaim=False)
     evicted = reclaimable_cells(use)
     cells = max(use.cells + as_is, use.cells - evicted + fits_one)
     return Decision(

@@ -127,6 +127,8 @@ class DiskStats:
     snapshots_bytes: int
     free_bytes: int
     total_bytes: int
+    durable_bytes: int = 0
+    cold_bytes: int = 0  # parked KV on disk
 
 
 def set_names(parts: int) -> list[str]:

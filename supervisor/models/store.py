@@ -154,6 +154,8 @@ class ModelStore:
             snapshots_bytes=tree_bytes(self._data_root / "snapshots"),
             free_bytes=usage.free,
             total_bytes=usage.total,
+            durable_bytes=tree_bytes(self._data_root / "durable"),
+            cold_bytes=tree_bytes(self._data_root / "cold"),
         )
 
     # --- changing ----------------------------------------------------------------------------

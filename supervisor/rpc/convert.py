@@ -45,6 +45,7 @@ from modeld.shared.messages import (
     TokenLogprobOut,
     ToolCallPart,
 )
+from modeld.supervisor.durable_sessions import Resumed, Saved
 from modeld.v1 import common_pb2 as common
 from modeld.v1 import session_pb2 as session
 
@@ -62,6 +63,7 @@ _ANSWERS = {"yes": common.ANSWER_YES, "no": common.ANSWER_NO, "unknown": common.
 
 MAX_STREAM_INTERVAL_MS = 10_000
 MAX_TOP_LOGPROBS = 20
+CACHE_CLASSES = ("task_pinned", "repo_map", "volatile")
 
 
 # --- out ---------------------------------------------------------------------------------------
@@ -254,6 +256,10 @@ def prefill_status(value: Status, manifest_digest: str, queue_s: float) -> sessi
         resolved=segments_out(value.segments),
         seen_tokens=value.seen_tokens,
         reused_lower_bound=value.reused_lower_bound,
+        restored=value.restored,
+        parked=value.parked,
+        gone=value.gone,
+        recomputed=value.recomputed,
     )
 
 
@@ -284,7 +290,9 @@ def chunk(value: ChunkOut) -> session.Chunk:
     )
 
 
-def final(value: FinalOut, turn_id: str, queue_s: float) -> session.Final:
+def final(
+    value: FinalOut, turn_id: str, queue_s: float, saved: Saved | None = None
+) -> session.Final:
     return session.Final(
         stop_reason=_STOP_REASONS[value.stop_reason],
         stop_sequence=value.stop_sequence,
@@ -298,6 +306,23 @@ def final(value: FinalOut, turn_id: str, queue_s: float) -> session.Final:
         generated_turn_id=turn_id,
         seed=value.seed,
         seen_tokens=value.seen_tokens,
+        parked=value.parked,
+        gone=value.gone,
+        recomputed=value.recomputed,
+        saved=session.Saved(**vars(saved)) if saved else None,
+    )
+
+
+def resumed(value: Resumed) -> session.Resumed:
+    return session.Resumed(
+        tokens=value.tokens,
+        seen_tokens=value.seen_tokens,
+        saved_unix_ms=value.saved_unix_ms,
+        generated_turn_ids=value.turn_ids,
+        exact=value.exact,
+        exact_reason=value.exact_reason,
+        seconds=value.seconds,
+        miss_reason=value.miss_reason,
     )
 
 
@@ -414,16 +439,18 @@ def prompt_in(
         kind = item.WhichOneof("content")
         if kind == "raw":
             digest = raw_hash(item.raw.text)
-            segments.append(SegmentIn(text=item.raw.text, parse_special=item.raw.parse_special))
+            segment = SegmentIn(text=item.raw.text, parse_special=item.raw.parse_special)
         elif kind == "message":
             message, digest = message_in(item.message, where, vision=vision)
             messages.append((where, message))
-            segments.append(SegmentIn(message=message))
+            segment = SegmentIn(message=message)
         elif kind == "generated_turn_id":
             digest = turn_hash(item.generated_turn_id)
-            segments.append(SegmentIn(generated_turn_id=item.generated_turn_id))
+            segment = SegmentIn(generated_turn_id=item.generated_turn_id)
         else:
             raise InvalidRequest.of(where, "empty", "raw text, a message, or a generated turn")
+        segment.cache_class = _cache_class(item.cache_class, where)
+        segments.append(segment)
         if (kind == "raw" and prompt_format == "chat") or (
             kind == "message" and prompt_format == "raw"
         ):
@@ -462,6 +489,14 @@ def prompt_in(
         tuple(ids),
         value.manifest_digest,
     )
+
+
+def _cache_class(value: str, where: str) -> str:
+    if value not in ("", *CACHE_CLASSES):
+        raise InvalidRequest.of(
+            f"{where}.cache_class", value[:64], ", ".join((*CACHE_CLASSES, "or empty (volatile)"))
+        )
+    return value or "volatile"
 
 
 def _check_order(ids: Sequence[SegmentId], part: str) -> None:

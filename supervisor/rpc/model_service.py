@@ -222,6 +222,10 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
             snapshots_bytes=stats.snapshots_bytes,
             free_bytes=stats.free_bytes,
             total_bytes=stats.total_bytes,
+            durable_bytes=stats.durable_bytes,
+            cold_bytes=stats.cold_bytes,
+            quota_bytes=self.services.config.snapshot_quota_bytes,
+            damaged_snapshots=await asyncio.to_thread(self.services.snapshots.damaged),
         )
 
     @guarded

@@ -2,45 +2,111 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from modeld.shared.errors import unsupported
+from modeld.shared.errors import InvalidRequest
+from modeld.shared.ids import check_session_key
+from modeld.shared.manifest import manifest_digest
+from modeld.shared.messages import AdmitOp, AdmitResult, Status
+from modeld.supervisor.context_slot import Forked
+from modeld.supervisor.rpc import convert
 from modeld.supervisor.rpc.errors import Context, guarded
-from modeld.supervisor.rpc.session_calls import SessionCalls
+from modeld.supervisor.rpc.session_calls import expect, handle_of
+from modeld.supervisor.rpc.snapshot_calls import SnapshotCalls
+from modeld.supervisor.rpc.streaming import caller_of
 from modeld.v1 import session_pb2 as pb
 
 
-class ResidencyCalls(SessionCalls):
+class ResidencyCalls(SnapshotCalls):
     """Part of the session service; see the proto for what each call promises."""
 
     @guarded
-    async def Snapshot(self, request: Any, context: Context) -> pb.SnapshotInfo:
-        raise unsupported("snapshot")
+    async def Admit(self, request: pb.AdmitRequest, context: Context) -> pb.AdmitResponse:
+        slot, session = self._session(request.session, request.identity)
+        operation = _admit(session.session_id, request)
+        async with slot.hold(
+            session.session_id, "admit", caller_of(context, no_wait=False)
+        ) as hold:
+            self._session(request.session)  # it may have gone while this call waited
+            told = expect(await slot.call(operation, session=session), AdmitResult)
+            session.resident = told.resident
+        return pb.AdmitResponse(
+            admitted=told.admitted,
+            evicted=told.evicted,
+            resident=told.resident,
+            available=told.available,
+            restored=told.restored,
+            recomputed=told.recomputed,
+            ranges=[pb.TokenRange(begin=begin, end=end) for begin, end in told.ranges],
+            parked=told.parked,
+            gone=told.gone,
+            seconds=told.seconds,
+            queue_seconds=hold.waited_s,
+        )
 
     @guarded
-    async def Restore(self, request: Any, context: Context) -> pb.RestoreResponse:
-        raise unsupported("snapshot")
+    async def Fork(self, request: pb.ForkRequest, context: Context) -> pb.ForkResponse:
+        slot, source = self._session(request.session, request.identity)
+        key = request.session_key
+        if key:
+            check_session_key(key)
+        elif request.durable:
+            raise InvalidRequest.of(
+                "session_key", "", "a key with durable", "It names what the next open brings back."
+            )
+        caller = caller_of(context, no_wait=request.no_wait)
+        forked = await slot.fork(source, caller, session_key=key, durable=request.durable)
+        session = forked.session
+        digest = manifest_digest(
+            session.identity, (*session.prefix, *session.suffix), session.tools
+        )
+        return pb.ForkResponse(
+            session=handle_of(session),
+            status=convert.prefill_status(_status(forked), digest, forked.queue_seconds),
+            identity=convert.identity(session.identity),
+            resolution=convert.resolution(session.resolution),
+            capabilities=convert.capabilities(session.capabilities),
+        )
 
-    @guarded
-    async def ListSnapshots(self, request: Any, context: Context) -> pb.ListSnapshotsResponse:
-        raise unsupported("snapshot")
 
-    @guarded
-    async def DeleteSnapshot(self, request: Any, context: Context) -> pb.DeleteSnapshotResponse:
-        raise unsupported("snapshot")
+def _admit(session_id: str, request: pb.AdmitRequest) -> AdmitOp:
+    """Raises InvalidRequest unless one thing is asked for, by a value that it can have."""
+    kind = request.WhichOneof("what")
+    operation = AdmitOp(session_id=session_id, budget_tokens=request.budget_tokens)
+    if kind == "segment_index" and request.segment_index >= 0:
+        operation.segment_index = request.segment_index
+    elif kind == "range" and 0 <= request.range.begin < request.range.end:
+        operation.begin, operation.end = request.range.begin, request.range.end
+    elif kind == "query" and request.query:
+        operation.query = request.query
+    else:
+        raise InvalidRequest.of(
+            kind or "what",
+            "" if kind in (None, "query") else str(getattr(request, kind)).strip(),
+            "one of a segment_index from 0 on, a range [begin, end) and a query that isn't empty",
+        )
+    return operation
 
-    @guarded
-    async def ExportSnapshot(self, request: Any, context: Context) -> None:
-        raise unsupported("snapshot")
 
-    @guarded
-    async def ImportSnapshot(self, request: Any, context: Context) -> pb.SnapshotInfo:
-        raise unsupported("snapshot")
-
-    @guarded
-    async def Admit(self, request: Any, context: Context) -> pb.AdmitResponse:
-        raise unsupported("cold_store")
-
-    @guarded
-    async def Fork(self, request: Any, context: Context) -> pb.ForkResponse:
-        raise unsupported("fork")
+def _status(forked: Forked) -> Status:
+    """What the new session holds, as a prefill would tell it."""
+    session, result = forked.session, forked.result
+    window = min(session.resolution.numbers.effective.tokens, result.window)
+    return Status(
+        part="suffix",
+        reused=0,
+        dropped=0,
+        prefilled=0,
+        prefix=0,
+        suffix=0,
+        resident=result.resident,
+        available=window - result.resident,
+        retained=result.retained,
+        copied=result.copied,
+        miss_reason="NONE",
+        stable_token_hash="",
+        volatile_token_hash="",
+        template_additive=True,
+        turns_recomputed=0,
+        seen_tokens=session.seen_tokens,
+        seconds=result.seconds,
+        segments=[],
+    )

@@ -12,6 +12,7 @@ from modeld.supervisor.model_slot import ModelSlot
 from modeld.supervisor.models.adapters import AdapterStore
 from modeld.supervisor.models.store import ModelStore
 from modeld.supervisor.rpc.errors import Gate
+from modeld.supervisor.snapshots import SnapshotStore
 
 KNOWN_TYPES = ("llama", "openvino")
 
@@ -23,6 +24,12 @@ class Services:
     store: ModelStore
     slots: dict[str, ModelSlot]  # by backend
     bus: EventBus
+    stored_snapshots: SnapshotStore | None = None  # None: of a daemon that is only a part of one
+
+    @property
+    def snapshots(self) -> SnapshotStore:
+        assert self.stored_snapshots is not None
+        return self.stored_snapshots
 
     @property
     def adapters(self) -> AdapterStore:

@@ -37,7 +37,10 @@ from modeld.shared.messages import (
     TokenizeResult,
     TurnOp,
 )
+from modeld.shared.planner.residency import sizes_of
+from modeld.supervisor import parking
 from modeld.supervisor.config import Config
+from modeld.supervisor.durable_sessions import Saved
 from modeld.supervisor.model_slot import ModelSlot, OpenRequest, WhatIf, capabilities_of
 from modeld.supervisor.planning import served_types
 from modeld.supervisor.probes.simulated import parse_machine
@@ -49,7 +52,7 @@ from modeld.supervisor.rpc.residency_calls import ResidencyCalls
 from modeld.supervisor.rpc.session_calls import check_text, expect, handle_of
 from modeld.supervisor.rpc.streaming import QueueReporter, caller_of
 from modeld.supervisor.sessions import Session
-from modeld.supervisor.slot_core import CREDIT_CHUNKS, Caller
+from modeld.supervisor.slot_core import Caller
 from modeld.v1 import common_pb2 as common
 from modeld.v1 import session_pb2 as pb
 from modeld.v1 import session_pb2_grpc
@@ -111,6 +114,9 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
             session_key=request.session_key,
             profile_id=request.profile_id,
             prompt_format=request.prompt_format,
+            overflow="evict" if request.overflow == pb.OVERFLOW_EVICT else "refuse",
+            durable=request.durable,
+            fresh=request.fresh,
         )
         opened = await (slot.open(wanted, caller, report) if report else slot.open(wanted, caller))
         session = opened.session
@@ -124,6 +130,7 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
             load_seconds=opened.load_seconds,
             resident=session.resident,
             queue_seconds=opened.queue_seconds,
+            resumed=convert.resumed(opened.resumed) if opened.resumed else None,
         )
 
     @guarded
@@ -156,6 +163,10 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
                     idle_seconds=now - s.used_at,
                     attached=slot.sessions.is_attached(s, now),
                     profile_id=s.identity.profile_id,
+                    parked=s.parked,
+                    durable=s.durable,
+                    overflow=f"OVERFLOW_{s.overflow.upper()}",
+                    saved_unix_ms=s.saved_unix_ms,
                 )
                 for slot in self.services.slots.values()
                 for s in slot.sessions.all()
@@ -241,13 +252,12 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
             ) as hold:
                 await reporter.stop()
                 self._session(request.session)
-                result = await slot.call(
+                result, saved = await slot.answer(
+                    session,
                     DecodeOp(session_id=session.session_id, turn_id=turn_id, options=options),
-                    session=session,
-                    on_data=on_data,
-                    credit=CREDIT_CHUNKS,
+                    on_data,
                 )
-                final = _final(session, result, turn_id, hold.waited_s)
+                final = _final(session, result, turn_id, hold.waited_s, saved)
         finally:
             await reporter.stop()
         await writer.write(pb.DecodeEvent(final=final))
@@ -281,7 +291,8 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
                     elif isinstance(payload, Status):
                         await writer.write(pb.TurnEvent(suffix=whole.took(payload, 0.0)))
 
-                result = await slot.call(
+                result, saved = await slot.answer(
+                    session,
                     TurnOp(
                         session_id=session.session_id,
                         turn_id=turn_id,
@@ -289,11 +300,9 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
                         suffix=suffix.prompt,
                         options=options,
                     ),
-                    session=session,
-                    on_data=on_data,
-                    credit=CREDIT_CHUNKS,
+                    on_data,
                 )
-                final = _final(session, result, turn_id, hold.waited_s)
+                final = _final(session, result, turn_id, hold.waited_s, saved)
         finally:
             await reporter.stop()
         await writer.write(pb.TurnEvent(final=final))
@@ -324,15 +333,21 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
                     token_begin=b.begin,
                     token_end=b.end,
                     state=b.state,
-                    protected_range=b.what == "prefix",
+                    protected_range=b.protected if b.cls else b.what == "prefix",
                     what=b.what,
+                    cache_class=b.cls,
                 )
                 for b in told.blocks
             ],
             capabilities=convert.capabilities(session.capabilities),
-            counters=[pb.Counter(name=n, value=v) for n, v in sorted(told.counters.items())],
+            counters=[
+                pb.Counter(name=n, value=v)
+                for n, v in sorted((told.counters | parking.counters(session)).items())
+            ],
             last_fatal=slot.last_fatal,
             generated_turn_ids=told.turn_ids,
+            parked=told.parked,
+            gone=told.gone,
         )
 
     @guarded
@@ -522,13 +537,16 @@ class _Record:
         session = self._session
         session.prefix, session.tools, session.suffix = self._prefix, self._tools, self._suffix
         session.resident, session.seen_tokens = status.resident, status.seen_tokens
-        return convert.prefill_status(status, self.digest, queue_s)
+        return convert.prefill_status(parking.told(session, status), self.digest, queue_s)
 
 
-def _final(session: Session, result: Payload, turn_id: str, queue_s: float) -> pb.Final:
+def _final(
+    session: Session, result: Payload, turn_id: str, queue_s: float, saved: Saved | None
+) -> pb.Final:
     final = expect(result, FinalOut)
     session.resident, session.seen_tokens = final.resident, final.seen_tokens
-    return convert.final(final, turn_id, queue_s)
+    session.back = None
+    return convert.final(final, turn_id, queue_s, saved)
 
 
 def _has_images(messages: Iterable[common.ChatMessage]) -> bool:
@@ -540,12 +558,16 @@ def _takes_images(capabilities: Iterable[Capability]) -> bool:
 
 
 def _refuse_unserved(request: pb.OpenSessionRequest, backend: str) -> None:
-    if request.overflow == pb.OVERFLOW_EVICT:
-        raise unsupported("overflow.evict", "Open with OVERFLOW_REFUSE.")
+    if request.overflow == pb.OVERFLOW_EVICT and request.window:
+        sizes_of(request.window)
     if request.layout == pb.LAYOUT_BATCHED:
         raise unsupported("layout.batched", "Open with LAYOUT_ISOLATED.")
-    if request.durable:
-        raise unsupported("durable")
+    if request.durable and not request.session_key:
+        raise InvalidRequest.of(
+            "session_key", "", "a key with durable", "It names what the next open brings back."
+        )
+    if request.fresh and not request.durable:
+        raise InvalidRequest.of("fresh", True, "fresh with durable only")
     if request.adapters and backend != "openvino":
         raise unsupported("adapters", "Models of type openvino take them.")
 

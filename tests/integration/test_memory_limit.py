@@ -127,6 +127,7 @@ class Served:
                 n_ubatch=batches[1],
                 reserve_bytes=1,  # 0 is the default; nothing is left to the rest of the machine
                 floor_window=256,
+                cold_ram_bytes=0,
                 threads=2,
                 idle_release_s=0,
             )

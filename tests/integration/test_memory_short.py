@@ -172,7 +172,9 @@ def test_sessions_that_are_filled_one_after_another_are_all_opened_as_planned(
     room = 24 * MIB  # less than one compute buffer
     with (
         memory_cgroup(4 * GIB, unproven) as group,
-        limited_daemon(group, reserve_bytes=1, floor_window=256, idle_release_s=0) as daemon,
+        limited_daemon(
+            group, reserve_bytes=1, floor_window=256, cold_ram_bytes=0, idle_release_s=0
+        ) as daemon,
         daemon.client() as client,
     ):
         client.import_model(demo_model, name=SMOL, copy=True)

@@ -556,7 +556,6 @@ UNSERVED_CALLS: list[tuple[str, Any, str]] = [
     ("ListSnapshots", pb.ListSnapshotsRequest(), "snapshot"),
     ("DeleteSnapshot", pb.DeleteSnapshotRequest(), "snapshot"),
     ("Admit", pb.AdmitRequest(), "cold_store"),
-    ("Fork", pb.ForkRequest(), "fork"),
     ("Embed", pb.EmbedRequest(model=MODEL, texts=["a"]), "embed"),
 ]
 
@@ -584,7 +583,7 @@ def test_streams_not_served_name_the_capability(stubs: Stubs) -> None:
 
 def test_refusals_carry_the_contracts_grpc_codes(stubs: Stubs) -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        stubs.sessions.Fork(pb.ForkRequest(), metadata=stubs.metadata())
+        stubs.models.PushModel(iter([model_pb2.PushModelChunk()]), metadata=stubs.metadata())
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
     request = pb.OpenSessionRequest(model="nobody")
     with pytest.raises(grpc.RpcError) as refused:
@@ -597,7 +596,6 @@ def test_refusals_carry_the_contracts_grpc_codes(stubs: Stubs) -> None:
     [
         ({"overflow": "evict"}, "overflow.evict"),
         ({"layout": "batched"}, "layout.batched"),
-        ({"durable": True}, "durable"),
     ],
 )
 def test_open_options_not_served_name_the_capability(
@@ -630,9 +628,10 @@ def test_tools_that_the_template_would_drop_are_refused(chat: Session) -> None:
 
 
 def test_capabilities_say_no_to_what_is_refused(chat: Session) -> None:
-    for name in ("snapshot", "cold_store", "fork", "embed", "overflow.evict", "layout.batched"):
+    for name in ("cold_store", "fork", "embed", "overflow.evict", "layout.batched"):
         assert chat.capabilities[name].answer == "no"
-    for name in ("durable", "vision"):
-        assert chat.capabilities[name].answer == "no"
+    assert chat.capabilities["vision"].answer == "no"
     for name in ("tail_removal", "prefix_copy", "exact_warm", "decode.logprobs"):
+        assert chat.capabilities[name].answer == "yes"
+    for name in ("snapshot", "durable"):
         assert chat.capabilities[name].answer == "yes"

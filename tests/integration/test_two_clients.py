@@ -404,7 +404,13 @@ def test_closing_a_session_stops_what_runs_for_it(client: Client, other: Client)
 @pytest.fixture(scope="module")
 def tight(served: dict[str, Any]) -> Iterator[RunningDaemon]:
     with running_daemon(
-        **served, n_ubatch=32, n_batch=32, max_sessions=2, stall_limit_s=1, turn_idle_s=0.2
+        **served,
+        n_ubatch=32,
+        n_batch=32,
+        max_sessions=2,
+        cold_ram_bytes=0,
+        stall_limit_s=1,
+        turn_idle_s=0.2,
     ) as running:
         yield running
 
@@ -422,6 +428,7 @@ def test_one_session_too_many_is_refused_with_the_budget(narrow: Client) -> None
     with pytest.raises(InsufficientMemory) as refused:
         raw_session(narrow)
     assert refused.value.metadata["sessions"] == "2"
+    assert "set cold_ram_bytes or cold_disk_bytes" in refused.value.message
     assert len(narrow.sessions()) == 2
     ask(first, " One", " two", 1)
     second.close()

@@ -6,6 +6,7 @@ few numbers, and the machine's reading is set by the test.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,19 +22,28 @@ from modeld.shared.capacity import (
     MemorySnapshot,
     ModelFacts,
 )
-from modeld.shared.errors import ModelNotFound
+from modeld.shared.errors import ModeldError, ModelNotFound
 from modeld.shared.messages import (
     CloseOp,
     CloseResult,
     Empty,
     EngineDevice,
+    ForkOp,
+    ForkResult,
+    Heartbeat,
     Hello,
     LoadOp,
     LoadResult,
     OpenOp,
     OpenResult,
+    ParkOp,
+    ParkResult,
     Payload,
     PlacedOut,
+    ResumeOp,
+    ResumeResult,
+    TrimOp,
+    TrimResult,
     UnloadOp,
 )
 from modeld.supervisor import model_slot
@@ -120,15 +130,19 @@ class Machine:
 
 
 class _Operation:
-    """An answer that is there at once."""
+    """An answer that is there at once, or a refusal; or once a gate is opened."""
 
-    def __init__(self, answer: Payload) -> None:
-        self.kind, self.ended, self._answer = "fake", True, answer
+    def __init__(self, answer: Payload | ModeldError, gate: asyncio.Event | None) -> None:
+        self.kind, self.ended, self._answer, self._gate = "fake", True, answer, gate
 
     async def next(self) -> None:
         return None
 
     async def result(self) -> Payload:
+        if self._gate is not None:
+            await self._gate.wait()
+        if isinstance(self._answer, ModeldError):
+            raise self._answer
         return self._answer
 
     def cancel(self) -> None:
@@ -137,7 +151,9 @@ class _Operation:
 
 @dataclass
 class Worker:
-    """Answers loads, opens and closes. ``anonymous`` is its memory, in bytes."""
+    """Answers loads, opens, closes, parks, resumes and forks. ``anonymous`` is its memory, in
+    bytes; what it parks takes ``parked_share`` of a context.
+    """
 
     backend: str
     machine: Machine
@@ -151,6 +167,18 @@ class Worker:
     windows: dict[str, int] = field(default_factory=dict)
     longest_gap_s: dict[str, float] = field(default_factory=dict)
     state: WorkerState = WorkerState.IDLE
+    cold_store: str = "yes: tried"
+    fork: str = "yes: tried"
+    parked: dict[str, int] = field(default_factory=dict)  # windows by session
+    parked_share: float = 0.1
+    cold: int = 0  # bytes that are parked
+    lost: int = 0  # tokens that each park loses
+    heartbeat: Heartbeat | None = None
+    refusals: dict[type, ModeldError] = field(default_factory=dict)  # by operation
+    gates: dict[type, asyncio.Event] = field(default_factory=dict)  # by operation
+
+    def beat(self) -> None:
+        self.heartbeat = Heartbeat(progress=0, busy_op=0, cold_bytes=self.cold)
 
     @property
     def hello(self) -> Hello:
@@ -161,7 +189,9 @@ class Worker:
 
     def call(self, generation: int, payload: Payload, credit: int = 0) -> _Operation:
         self.sent.append(payload)
-        return _Operation(self._answer(payload))
+        gate = self.gates.get(type(payload))
+        refusal = self.refusals.get(type(payload))
+        return _Operation(self._answer(payload) if refusal is None else refusal, gate)
 
     def touch(self, size: int) -> None:
         """Write to so much more memory, which the machine's reading then lacks."""
@@ -180,7 +210,7 @@ class Worker:
                 template_digest="",
                 template_supports_tools=False,
                 threads=1,
-                capabilities={},
+                capabilities={"cold_store": self.cold_store, "fork": self.fork},
                 seconds=0.0,
                 placed=[PlacedOut(device="CPU", weights_bytes=100 * MIB)],
                 executor="paged" if self.kv_untouched else "",
@@ -190,28 +220,76 @@ class Worker:
         if isinstance(payload, OpenOp):
             return self._opened(payload)
         if isinstance(payload, CloseOp):
-            del self.contexts[payload.session_id], self.windows[payload.session_id]
+            self._freed(payload.session_id)
+            self.parked.pop(payload.session_id, None)
             return CloseResult(retained=0, **self._totals())
+        if isinstance(payload, ParkOp):
+            return self._parked(payload)
+        if isinstance(payload, ResumeOp):
+            return self._resumed(payload)
+        if isinstance(payload, ForkOp):
+            assert payload.session_id in self.contexts, "it has no context"
+            window = self.windows[payload.session_id]
+            made = self._made(payload.new_session_id, window)
+            return ForkResult(copied=window // 2, resident=window // 2, seconds=0.0, **made)
+        if isinstance(payload, TrimOp):
+            assert payload.session_id in self.contexts, "it has no context"
+            return TrimResult(dropped=0, resident=0, available=0, retained=0)
         assert isinstance(payload, UnloadOp), payload
-        self.contexts.clear()
-        self.windows.clear()
-        self.touch(-self.copied)
+        for session_id in list(self.contexts):
+            self._freed(session_id)
+        self.parked.clear()
+        self.touch(-self.copied - self.cold)
+        self.cold = 0
         return Empty()
 
     def _opened(self, payload: OpenOp) -> OpenResult:
         width = {"f16": 2.0, "f32": 4.0, "u8": 1.1875, "u4": 0.6875, "q8_0": 1.53125}
-        size = int(payload.window * 30 * 8 * 256 * width[payload.k_type])
-        self.contexts[payload.session_id] = size
-        self.windows[payload.session_id] = payload.window
+        return OpenResult(**self._made(payload.session_id, payload.window, width[payload.k_type]))
+
+    def _made(self, session_id: str, window: int, width: float = 2.0) -> dict[str, Any]:
+        size = int(window * 30 * 8 * 256 * width)
+        self.contexts[session_id] = size
+        self.windows[session_id] = window
         if not self.kv_untouched:
             self.touch(size)
-        return OpenResult(
-            window=payload.window,
-            kv_bytes=size,
-            compute_bytes=self.compute,
-            reused_context=False,
-            retained=0,
+        return {
+            "window": window,
+            "kv_bytes": size,
+            "compute_bytes": self.compute,
+            "reused_context": False,
+            "retained": 0,
             **self._totals(),
+        }
+
+    def _freed(self, session_id: str) -> int:
+        size = self.contexts.pop(session_id, 0)
+        self.windows.pop(session_id, None)
+        if not self.kv_untouched:
+            self.touch(-size)
+        return size
+
+    def _parked(self, payload: ParkOp) -> ParkResult:
+        window = self.windows[payload.session_id]
+        kept = int(self._freed(payload.session_id) * self.parked_share)
+        self.parked[payload.session_id] = window
+        self.cold += kept
+        self.touch(kept)
+        return ParkResult(
+            parked=window // 10,
+            lost=self.lost,
+            ram_bytes=self.cold,
+            disk_bytes=0,
+            seconds=0.0,
+            **self._totals(),
+        )
+
+    def _resumed(self, payload: ResumeOp) -> ResumeResult:
+        window = self.parked.pop(payload.session_id)
+        made = self._made(payload.session_id, window)
+        held = window // 10
+        return ResumeResult(
+            restored=held - self.lost, missing=self.lost, resident=held, seconds=0.25, **made
         )
 
     def _totals(self) -> dict[str, Any]:

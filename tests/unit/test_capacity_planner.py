@@ -29,6 +29,7 @@ from modeld.shared.planner.budget import (
     needed_total,
 )
 from modeld.shared.planner.capacity import MAX_CONTEXT_TOKENS, confirm, resolve, survey
+from modeld.shared.planner.costs import Costs
 from modeld.shared.planner.graph import work_bytes
 from modeld.shared.planner.windows import Decision, Problem, decide
 
@@ -121,6 +122,27 @@ def test_a_request_is_served_exactly_and_allocated_as_the_engine_rounds() -> Non
     assert found.numbers.hot.tokens == found.allocated == 1024
     assert found.kv_bytes == 1024 * 23040
     assert found.numbers.planner == Number(1000, Reason.COLD_BUDGET, Reason.MODEL_CEILING, 8192)
+
+
+def test_the_cold_budget_is_what_the_plan_leaves_free() -> None:
+    policy = replace(POLICY, cold_budget_bytes=GIB)
+    request = CapacityRequest(window=1024)
+    roomy = resolve(SMOL, request, policy, PLENTY, FRESH)
+    assert roomy.cold_bytes == rows_of(roomy)["cold_budget"] == GIB
+    assert roomy.numbers.planner == Number(8192, Reason.MODEL_CEILING, Reason.COLD_BUDGET, 47627)
+    left = rows_of(roomy)["left"] - 100 * 23040
+    taken = int(left / (1 - policy.headroom))
+    host = replace(PLENTY.host, available_bytes=PLENTY.host.available_bytes - taken)
+    short = resolve(SMOL, request, policy, replace(PLENTY, host=host), FRESH)
+    assert short.cold_bytes == rows_of(short)["left"]
+    assert short.numbers.planner.tokens == pytest.approx(1124, abs=1)
+    assert short.numbers.planner.reason is Reason.COLD_BUDGET
+    unbounded = replace(policy, cold_budget_bytes=1 << 50)
+    one, three = (
+        resolve(SMOL, replace(request, sessions=sessions), unbounded, PLENTY, FRESH)
+        for sessions in (1, 3)
+    )
+    assert one.cold_bytes - three.cold_bytes == 2 * (one.kv_bytes + one.compute_bytes)
 
 
 def test_a_request_beyond_the_ceiling_is_bound_by_the_ceiling_not_by_memory() -> None:
@@ -480,7 +502,9 @@ def test_the_setting_refuses_where_memory_is_unknown_too() -> None:
 
 def test_a_full_slot_is_planned_and_said_to_be_full() -> None:
     full = resolve(SMOL, AUTO, POLICY, PLENTY, SlotUse(sessions=8))
-    assert full.findings == ("all 8 sessions (max_sessions) are open: one must close first",)
+    assert full.findings == (
+        "all 8 contexts (max_sessions) are taken: a session must close, or be parked",
+    )
     assert resolve(SMOL, AUTO, POLICY, PLENTY, SlotUse(sessions=7)).findings == ()
 
 
@@ -609,6 +633,7 @@ policies = st.builds(
     sessions_share=st.integers(1, 6),
     max_sessions=st.integers(1, 10),
     n_ubatch=st.sampled_from([64, 256, 512]),
+    cold_budget_bytes=st.sampled_from([0, 10 * MIB, GIB]),
 )
 readings = st.builds(
     MemorySnapshot,
@@ -631,6 +656,7 @@ def slot_uses(draw: st.DrawFn) -> SlotUse:
         reclaimable_bytes=reclaimable_cells * per_cell,
         sessions=draw(st.integers(0, 4)),
         reclaimable_cells=draw(st.sampled_from([0, reclaimable_cells])),
+        cold_bytes=draw(st.sampled_from([0, 0, 50 * MIB, 2 * GIB])),
     )
 
 
@@ -677,6 +703,14 @@ def test_no_number_exceeds_what_bounds_it(
         assert found.kv_bytes <= rows_of(found)["room"]
     if six.model_max.known:
         assert six.planner.tokens <= six.model_max.tokens
+    # What is parked beside the window has its bytes: within its budget, and left by the plan.
+    assert found.cold_bytes <= policy.cold_budget_bytes
+    parked = six.planner.tokens - six.effective.tokens
+    each = Costs(facts, policy, request.k_type, request.v_type).cold_bytes_per_token()
+    assert parked * each <= found.cold_bytes
+    if found.cold_bytes:
+        assert found.cold_bytes == rows_of(found)["cold_budget"]
+        assert found.cold_bytes <= max(0, rows_of(found)["left"])
     if request.window:
         assert six.effective.tokens <= request.window
     if policy.max_window:
@@ -693,6 +727,57 @@ def test_no_number_exceeds_what_bounds_it(
         assert six.effective.tokens <= policy.floor_window
     if six.effective.runner_up_tokens and six.effective.reason is not Reason.FLOOR:
         assert six.effective.runner_up_tokens >= six.effective.tokens or not facts.model_max
+
+
+@settings(max_examples=100, deadline=None)
+@given(facts_of_any_model, requests, policies, readings, slot_uses(), st.integers(1, 4 * GIB))
+def test_what_is_parked_in_memory_changes_no_number_of_a_plan(
+    facts: ModelFacts,
+    request: CapacityRequest,
+    policy: CapacityPolicy,
+    reading: MemorySnapshot,
+    use: SlotUse,
+    more: int,
+) -> None:
+    """It is off the reading, and given back to whatever needs it."""
+    more = min(more, reading.available_bytes)
+    taken = replace(reading, available_bytes=reading.available_bytes - more)
+    plain = outcome(facts, request, policy, reading, use)
+    parked = outcome(facts, request, policy, taken, replace(use, cold_bytes=use.cold_bytes + more))
+    assert (plain is None) == (parked is None)
+    if plain is not None and parked is not None:
+        assert parked.numbers == plain.numbers
+        assert parked.cold_bytes == plain.cold_bytes
+        assert parked.max_sessions == plain.max_sessions
+        assert plain.free_bytes <= parked.free_bytes <= plain.free_bytes + more
+        if plain.numbers.memory_fit.known and not use.reclaimable_bytes:
+            assert parked.free_bytes <= use.cold_bytes + more
+
+
+def test_parked_kv_goes_before_the_contexts_of_closed_sessions() -> None:
+    held = 4096 * 23040
+    use = SlotUse(
+        weights_resident=True,
+        cells=4096,
+        resident_bytes=held,
+        reclaimable_bytes=held,
+        reclaimable_cells=4096,
+        cold_bytes=GIB,
+    )
+    short = replace(PLENTY, host=replace(PLENTY.host, available_bytes=2 * GIB))
+    policy = replace(POLICY, reserve_bytes=2 * GIB)
+    found = resolve(SMOL, CapacityRequest(window=8192), policy, short, use)
+    assert 0 < found.free_bytes < GIB
+    assert found.numbers.hot.tokens == 4096 + 8192  # the closed session's context stays
+    assert found.numbers.memory_fit.tokens > 4096 + 8192
+
+
+def test_without_a_memory_reading_nothing_is_promised_to_parked_kv() -> None:
+    unread = replace(PLENTY, host=replace(PLENTY.host, known=False))
+    policy = replace(POLICY, cold_budget_bytes=GIB)
+    found = resolve(SMOL, CapacityRequest(window=1000), policy, unread, FRESH)
+    assert found.numbers.planner.tokens == found.numbers.effective.tokens == 1000
+    assert found.cold_bytes == 0
 
 
 @settings(max_examples=200, deadline=None)

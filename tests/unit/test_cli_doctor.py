@@ -22,7 +22,7 @@ from modeld.cli.checks import Finding, Level
 from modeld.cli.exit_codes import Exit
 from modeld.cli.main import cli
 from modeld.client.convert import from_proto
-from modeld.client.values import Description, Device, Machine
+from modeld.client.values import Description, Device, DiskStats, Machine
 from modeld.shared import lease_record
 from modeld.shared.asking import AskAnswer
 from modeld.shared.errors import DigestMismatch, ShuttingDown
@@ -421,6 +421,16 @@ def test_too_few_open_files_come_with_how_to_have_more(soft, hard, level, words)
     finding = checks.open_files(soft, hard)
     assert finding.level is level
     assert words in finding.remedy
+
+
+def test_damaged_snapshots_are_named_with_what_to_do():
+    kept = DiskStats("/data", 0, 3 << 20, 9, 9, durable_bytes=1 << 20, quota_bytes=1 << 30)
+    assert checks.saved(kept).level is Level.OK
+    assert "4.2 MB of the 1.1 GB" in checks.saved(kept).text
+    finding = checks.saved(replace(kept, damaged_snapshots=tuple("abcde")))
+    assert finding.level is Level.WARNING
+    assert "a, b, c and 2 more" in finding.text
+    assert "delete them" in finding.remedy
 
 
 @pytest.mark.parametrize(

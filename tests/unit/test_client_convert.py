@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 
-from modeld.client import values
+from modeld.client import values, values_residency
 from modeld.client.convert import from_proto
 from modeld.v1 import common_pb2, daemon_pb2, model_pb2, session_pb2
 
@@ -26,6 +26,12 @@ PAIRS = [
     (values.Detokenized, session_pb2.DetokenizeResponse),
     (values.Rendered, session_pb2.RenderTemplateResponse),
     (values.SessionList, session_pb2.ListSessionsResponse),
+    (values_residency.SnapshotInfo, session_pb2.SnapshotInfo),
+    (values_residency.SnapshotList, session_pb2.ListSnapshotsResponse),
+    (values_residency.SnapshotChunk, session_pb2.SnapshotChunk),
+    (values_residency.Restored, session_pb2.RestoreResponse),
+    (values_residency.Admitted, session_pb2.AdmitResponse),
+    (values_residency.Forked, session_pb2.ForkResponse),
     (values.Closed, session_pb2.CloseSessionResponse),
     (values.QueueStatus, common_pb2.QueueStatus),
     (values.LoadProgress, session_pb2.LoadProgress),
@@ -60,7 +66,8 @@ def fill(message, seed=1):
             FieldDescriptor.CPPTYPE_BOOL: True,
             FieldDescriptor.CPPTYPE_DOUBLE: seed + 0.5,
             FieldDescriptor.CPPTYPE_FLOAT: seed + 0.5,
-            FieldDescriptor.CPPTYPE_ENUM: 2,
+            FieldDescriptor.CPPTYPE_ENUM: field.enum_type
+            and max(v.number for v in field.enum_type.values if v.number <= 2),
         }.get(field.cpp_type, seed)
         if field.is_repeated:
             getattr(message, field.name).append(value)
@@ -124,6 +131,8 @@ def test_enums_know_every_value_of_the_wire():
         (values.StopReason, session_pb2.StopReason),
         (values.ContextReason, common_pb2.ContextReason),
         (values.SlotState, daemon_pb2.SlotState),
+        (values.Overflow, session_pb2.Overflow),
+        (values.Layout, session_pb2.Layout),
     ]:
         assert set(proto.keys()) == {member.value for member in cls} - {"UNRECOGNIZED"}
 
@@ -133,7 +142,15 @@ def test_bytes_become_base64():
     assert base64.b64decode(plain["raw"]) == b"\xff\x00"
 
 
-def test_every_value_is_frozen():
-    for _name, cls in inspect.getmembers(values, inspect.isclass):
-        if cls.__module__ == values.__name__ and not issubclass(cls, Enum):
+def test_a_message_that_is_not_set_is_none_and_one_that_is_empty_is_not():
+    final = session_pb2.Final()
+    assert from_proto(values.Final, final).saved is None
+    final.saved.SetInParent()
+    assert from_proto(values.Final, final).saved == values.Saved(False, 0, 0, 0.0, "", "", 0)
+
+
+@pytest.mark.parametrize("module", [values, values_residency])
+def test_every_value_is_frozen(module):
+    for _name, cls in inspect.getmembers(module, inspect.isclass):
+        if cls.__module__ == module.__name__ and not issubclass(cls, Enum):
             assert vars(cls)["__dataclass_params__"].frozen, cls

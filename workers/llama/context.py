@@ -88,7 +88,7 @@ class LlamaContext:
         compute = reports.compute_by_device(lines)
         compute["CPU"] = compute.get("CPU", 0) + work_bytes
         self.compute_bytes = sum(compute.values())
-        self.kv_bytes = _checked_kv_bytes(planned_kv_bytes(self.window), lines)
+        self.kv_bytes = settled_kv_bytes(planned_kv_bytes(self.window), lines)
         kv = reports.scaled_to(self.kv_bytes, reports.kv_by_device(lines))
         self.placed = reports.placed(kv=kv, compute=compute)
         self._length = 0
@@ -456,7 +456,7 @@ def _never() -> bool:
     return False
 
 
-def _checked_kv_bytes(planned: int, lines: list[str]) -> int:
+def settled_kv_bytes(planned: int, lines: list[str]) -> int:
     """The computed bytes where the engine's report agrees; else its."""
     reported = reports.kv_reported(lines)
     if planned and not reported.agrees_with(planned):

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from modeld.shared.capacity import ModelFacts
@@ -28,6 +29,8 @@ from modeld.shared.gguf_header import GgufHeader, model_facts
 from modeld.shared.manifest import template_digest
 from modeld.shared.messages import Hello, LoadOp, LoadResult
 from modeld.workers import threads
+from modeld.workers.batch_probe import Shared
+from modeld.workers.batching import Gate
 from modeld.workers.engine import Cancelled, ReportProgress
 from modeld.workers.llama import host, probe, reports, validate
 from modeld.workers.llama.context import LlamaContext, ModelTraits
@@ -39,9 +42,11 @@ from modeld.workers.llama.parameters import (
     context_settings,
     model_parameters,
 )
+from modeld.workers.llama.probe_streams import shared
+from modeld.workers.llama.streams import MAX_STREAMS, LlamaStreams
 from modeld.workers.llama.tokenizer import LlamaTokenizer
 from modeld.workers.llama.traits import engine_traits, why_not_generating
-from modeld.workers.memory_guard import MemoryGuard
+from modeld.workers.memory_guard import MemoryGuard, return_memory
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +77,8 @@ class _Loaded:
             window_tokens=llama.llama_model_n_swa(handle),
             recurrent=llama.llama_model_is_recurrent(handle) or llama.llama_model_is_hybrid(handle),
         )
-        self.contexts: set[LlamaContext] = set()
+        self.contexts: set[LlamaContext | LlamaStreams] = set()
+        self.shared = Shared("unknown: not tried yet")
 
 
 class LlamaEngine:
@@ -139,6 +145,7 @@ class LlamaEngine:
             self._loaded = _Loaded(handle, header, facts, request, chosen, lines)
             _refuse_unless_it_generates(self._loaded)
             found = _probed(self, self._loaded)
+            found.capabilities["layout.batched"] = self._loaded.shared.capability
             return self._result(self._loaded, found, time.monotonic() - began)
         except BaseException:
             if self._loaded is None:
@@ -178,7 +185,7 @@ class LlamaEngine:
             context.close()
         llama.llama_model_free(loaded.handle)
         gc.collect()
-        _return_memory()
+        return_memory()
 
     @property
     def _current(self) -> _Loaded:
@@ -211,34 +218,8 @@ class LlamaEngine:
     ) -> LlamaContext:
         """See ``Engine``. ``window`` is tokens; what is really allocated is in the answer."""
         loaded = self._current
-        request, facts = loaded.request, loaded.facts
-        validate.check_window(facts, window)
-        validate.check_kv_types(facts, k_type, v_type, flash_attn=request.flash_attn)
-        settings = context_settings(
-            window,
-            n_batch=request.n_batch,
-            n_ubatch=request.n_ubatch,
-            k_type=k_type,
-            v_type=v_type,
-            threads=loaded.threads,
-            flash_attn=request.flash_attn,
-            offload=request.n_gpu_layers > 0,
-        )
-
-        advice = "Ask for a smaller window, or close a session."
-        parts = {
-            "kv": settings.planned_kv_bytes(
-                host.on_host(facts, loaded.gpu_layers), settings.window
-            ),
-            "compute": compute_bytes or self._estimated_compute(settings),
-        }
-        with self._guard.allocating(
-            f"A context of {settings.window} tokens",
-            parts,
-            advice,
-            more={"window": window},
-            untouched_bytes=host.graph_bytes(facts, len(loaded.header.tensors), settings.n_ubatch),
-        ):
+        facts, settings = loaded.facts, self._settings(window, k_type, v_type)
+        with self._allocating(settings, {"window": window}, compute_bytes):
             context = LlamaContext(
                 loaded.handle,
                 loaded.traits,
@@ -251,7 +232,96 @@ class LlamaEngine:
         loaded.contexts.add(context)
         return context
 
-    def _estimated_compute(self, settings: ContextSettings) -> int:
+    def new_batch(
+        self,
+        streams: int,
+        window: int,
+        k_type: str,
+        v_type: str,
+        gate: Gate,
+        compute_bytes: int = 0,
+    ) -> LlamaStreams:
+        """See ``BatchingEngine``. ``window`` is tokens a stream."""
+        shared = self._current.shared
+        if not shared.served:
+            raise UnsupportedFeature(
+                f"The model {self._current.request.model!r} gives each session a context of its "
+                f"own ({shared.capability}). Open an isolated session.",
+                metadata={"capability": "layout.batched"},
+            )
+        return self._streams(
+            streams, window, (k_type, v_type), gate, compute_bytes, company=shared.company
+        )
+
+    def _streams(
+        self,
+        streams: int,
+        window: int,
+        types: tuple[str, str],
+        gate: Gate,
+        compute_bytes: int = 0,
+        *,
+        company: bool,
+    ) -> LlamaStreams:
+        loaded = self._current
+        facts = loaded.facts
+        settings = self._settings(window, *types)
+        most = min(MAX_STREAMS, settings.n_ubatch)
+        if not 1 <= streams <= most:
+            raise InvalidRequest.of("streams", streams, f"1 to {most}")
+        more = {"window": window, "streams": streams}
+        with self._allocating(settings, more, compute_bytes):
+            batch = LlamaStreams(
+                loaded.handle,
+                loaded.traits,
+                settings,
+                streams,
+                gate,
+                functools.partial(settings.planned_kv_bytes, facts),
+                loaded.contexts.discard,
+                settings.work_bytes(host.on_host(facts, loaded.gpu_layers), settings.window),
+                self._guard.spare_bytes,
+                company=company,
+            )
+        loaded.contexts.add(batch)
+        return batch
+
+    def _settings(self, window: int, k_type: str, v_type: str) -> ContextSettings:
+        loaded = self._current
+        request, facts = loaded.request, loaded.facts
+        validate.check_window(facts, window)
+        validate.check_kv_types(facts, k_type, v_type, flash_attn=request.flash_attn)
+        return context_settings(
+            window,
+            n_batch=request.n_batch,
+            n_ubatch=request.n_ubatch,
+            k_type=k_type,
+            v_type=v_type,
+            threads=loaded.threads,
+            flash_attn=request.flash_attn,
+            offload=request.n_gpu_layers > 0,
+        )
+
+    def _allocating(
+        self, settings: ContextSettings, more: Mapping[str, int], compute_bytes: int
+    ) -> AbstractContextManager[None]:
+        """The guard over a context. ``compute_bytes``: as planned, or 0."""
+        loaded, streams = self._current, more.get("streams", 1)
+        facts = loaded.facts
+        kv = settings.planned_kv_bytes(host.on_host(facts, loaded.gpu_layers), settings.window)
+        what = f"{streams} streams of" if streams > 1 else "A context of"
+        return self._guard.allocating(
+            f"{what} {settings.window} tokens",
+            {
+                "kv": kv * streams,
+                "compute": compute_bytes or self._estimated_compute(settings, streams),
+            },
+            "Ask for a smaller window, or close a session.",
+            more=more,
+            untouched_bytes=host.graph_bytes(facts, len(loaded.header.tensors), settings.n_ubatch),
+        )
+
+    def _estimated_compute(self, settings: ContextSettings, streams: int) -> int:
         loaded = self._current
         return host.estimated_compute(
             loaded.facts,
@@ -259,7 +329,7 @@ class LlamaEngine:
             loaded.gpu_layers,
             n_batch=settings.n_batch,
             n_ubatch=settings.n_ubatch,
-            outputs=validate.SEQUENCES,
+            outputs=max(validate.SEQUENCES, streams),
         )
 
 
@@ -316,9 +386,20 @@ def _engine_refusal(request: LoadOp) -> ModeldError:
 def _probed(engine: LlamaEngine, loaded: _Loaded) -> probe.Probed:
     kv_types = loaded.request.k_type, loaded.request.v_type
     try:
-        return probe.probed(
+        found = probe.probed(
             engine.new_context, loaded.traits, loaded.tokenizer, loaded.facts, kv_types
         )
+        loaded.shared = shared(
+            lambda streams, window, company: engine._streams(
+                streams, window, ("f16", "f16"), Gate(), company=company
+            ),
+            lambda window: engine.new_context(window, "f16", "f16"),
+            loaded.traits,
+            loaded.tokenizer,
+            loaded.facts,
+            flash_attn=loaded.request.flash_attn,
+        )
+        return found
     except SessionFatal as error:
         raise ModelLoadFailed(
             f"The model {loaded.request.model!r} loads but doesn't compute: {error.message}",
@@ -339,11 +420,3 @@ def _refuse_unless_it_generates(loaded: _Loaded) -> None:
             f"The model {loaded.request.model!r} can't be served for generation: {why}.",
             metadata={"capability": "generate", "model": loaded.request.model},
         )
-
-
-def _return_memory() -> None:
-    """Give the allocator's free pages back to the system, where it can be asked to."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError):
-        log.debug("this platform's allocator can't be trimmed")

@@ -79,17 +79,21 @@ def context_settings(
     )
 
 
-def context_parameters(settings: ContextSettings) -> Any:
-    """The engine's struct for a context."""
+def context_parameters(settings: ContextSettings, streams: int = 0) -> Any:
+    """The engine's struct for a context of one session, or of several ``streams`` that have a
+    window each.
+    """
     made = llama.llama_context_default_params()
-    made.n_ctx = settings.window
+    made.n_ctx = settings.window * max(1, streams)
     made.n_batch = settings.n_batch
     made.n_ubatch = settings.n_ubatch
     # Unified with one scratch sequence: a prefix can be copied out without touching the session.
-    made.n_seq_max = SEQUENCES
-    made.kv_unified = True
-    # One row of logits is ever read; fewer rows than sequences would abort the engine.
-    made.n_outputs_max = SEQUENCES
+    # Several sessions in one unified cache would change each other's results: there each has cells
+    # of its own.
+    made.n_seq_max = streams or SEQUENCES
+    made.kv_unified = not streams
+    # One row of logits a stream is read; fewer rows than sequences would abort the engine.
+    made.n_outputs_max = streams or SEQUENCES
     made.n_threads = made.n_threads_batch = settings.threads
     # Left on automatic, results would depend on how a prompt was split.
     made.flash_attn_type = 1 if settings.flash_attn else 0

@@ -15,7 +15,7 @@ import numpy as np
 
 from modeld.shared.capacity import ModelFacts
 from modeld.shared.errors import InsufficientMemory, InvalidRequest
-from modeld.workers import structured
+from modeld.workers import saving, structured, tape
 from modeld.workers.llama.context import LlamaContext, ModelTraits
 from modeld.workers.llama.tokenizer import LlamaTokenizer
 
@@ -30,14 +30,8 @@ MAX_PROBED_BYTES = 1024**3
 
 _LATER = "no: not served yet"
 _UNSERVED = (
-    "cold_store",
     "vision",
     "embed",
-    "overflow.evict",
-    "layout.batched",
-    "fork",
-    "snapshot",
-    "durable",
     "adapters",
 )
 
@@ -64,6 +58,9 @@ def probed(
     Raises what making or using a context of this model raises: then it can't be served.
     """
     found = dict.fromkeys(_UNSERVED, _LATER)
+    found["overflow.evict"] = tape.capability(
+        drops_tail=not traits.recurrent, gives_ranges=traits.dense
+    )
     found["recompute"] = "yes: any prefix is evaluated again from its tokens"
     found["decode.logprobs"] = "yes: the whole row of logits is read for every token"
     found["decode.logit_bias"] = found["decode.logprobs"]
@@ -79,6 +76,9 @@ def probed(
             found[name] = untried
         for name in ("position_shift", "state.blocks", "state.whole"):
             found[name] = untried
+        found |= saving.capabilities(found)
+        found["cold_store"] = f"{untried}; the first block that comes back is compared"
+        found["fork"] = found["prefix_copy"]
         return Probed(found, ())
     exact = []
     with _two_contexts(make, facts, "f16", "f16") as (first, second):
@@ -95,6 +95,9 @@ def probed(
             if _moved(first, second, traits, tokenizer).exact:
                 exact.append("/".join(kv_types))
     found |= _state_answers(moved, traits, exact)
+    found |= saving.capabilities(found)
+    found["cold_store"] = _parks(moved, traits, exact)
+    found["fork"] = found["prefix_copy"]
     return Probed(found, tuple(exact))
 
 
@@ -162,6 +165,21 @@ def _state_answers(moved: _Moved, traits: ModelTraits, exact: list[str]) -> dict
         "state.whole": f"{whole}; up to rounding once the window has moved on",
         "state.blocks": "no: of a sliding-window cache only the whole goes out",
     }
+
+
+def _parks(moved: _Moved, traits: ModelTraits, exact: list[str]) -> str:
+    if not moved.taken:
+        return "no: the engine did not take its own state back"
+    seen = "what went out and came back at load gave"
+    if not moved.same:
+        return f"no: {seen} other logits"
+    seen += f" {_equal(True)}"
+    if exact:
+        seen += f" at K/V {' and '.join(exact)}"
+    if traits.dense:
+        return f"yes: in blocks; {seen}"
+    rounding = "; up to rounding once the window has moved on" if traits.window_tokens else ""
+    return f"yes: all that is held, or nothing; {seen}{rounding}"
 
 
 def _tokens(tokenizer: LlamaTokenizer) -> list[int]:

@@ -141,10 +141,15 @@ class BlockPool:
 
     def read(self, blocks: Sequence[int]) -> Bytes:
         """Their bytes: port by port, and within a port block by block."""
-        parts = []
+        data = np.empty(len(blocks) * self.block_bytes, dtype=np.uint8)
+        rows, begin = np.asarray(blocks, dtype=np.intp), 0
         for port, raw in zip(self._ports, self._bytes, strict=True):
-            parts.append(raw.reshape(-1, port.block_bytes)[list(blocks)].reshape(-1))
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint8)
+            size = port.block_bytes * len(blocks)
+            into = data[begin : begin + size].reshape(len(blocks), port.block_bytes)
+            # Any other mode goes through a copy; the rows are this pool's own.
+            raw.reshape(-1, port.block_bytes).take(rows, axis=0, out=into, mode="clip")
+            begin += size
+        return data
 
     def write(self, blocks: Sequence[int], data: Bytes) -> None:
         """What ``read`` gave of as many blocks."""

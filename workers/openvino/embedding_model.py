@@ -31,6 +31,7 @@ _UNSERVED = (
     "durable",
     "exact_warm",
     "fork",
+    "overflow.evict",
     "prefix_copy",
     "recompute",
     "snapshot",

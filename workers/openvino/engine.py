@@ -6,8 +6,6 @@ policy.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -31,15 +29,17 @@ from modeld.shared.ir_facts import ir_facts
 from modeld.shared.ir_texts import IrTexts, ir_texts
 from modeld.shared.messages import EngineDevice, Hello, LoadOp, LoadResult
 from modeld.workers import threads
+from modeld.workers.batching import Gate
 from modeld.workers.embedding import Embedded, not_embedding
 from modeld.workers.engine import Cancelled, EngineContext, ReportProgress
 from modeld.workers.images import Vision
-from modeld.workers.memory_guard import MemoryGuard
+from modeld.workers.memory_guard import MemoryGuard, return_memory
 from modeld.workers.openvino.blocks import BLOCK_TOKENS
 from modeld.workers.openvino.embedding_model import EmbeddingModel
 from modeld.workers.openvino.native import build, core, words
 from modeld.workers.openvino.paged_served import GAPS_S, PagedServed
 from modeld.workers.openvino.pipeline_model import PipelineModel
+from modeld.workers.openvino.streams import PagedStreams
 from modeld.workers.openvino.tokenizer import OpenVinoTokenizer
 from modeld.workers.openvino.vision_model import VisionModel
 
@@ -157,7 +157,8 @@ class OpenVinoEngine:
             return
         loaded.close()
         del loaded
-        _return_memory()
+        gc.collect()
+        return_memory()
 
     @property
     def _current(self) -> Served:
@@ -204,6 +205,25 @@ class OpenVinoEngine:
     ) -> EngineContext:
         """See ``Engine``. InvalidRequest for other KV types than the model was loaded with."""
         return self._current.new_context(window, k_type, v_type)
+
+    def new_batch(
+        self,
+        streams: int,
+        window: int,
+        k_type: str,
+        v_type: str,
+        gate: Gate,
+        compute_bytes: int = 0,
+    ) -> PagedStreams:
+        """See ``BatchingEngine``."""
+        loaded = self._current
+        if not isinstance(loaded, PagedServed):
+            raise UnsupportedFeature(
+                f"The model {loaded.request.model!r} isn't run by the paged executor, which alone "
+                "evaluates several sessions together. Open an isolated session.",
+                metadata={"capability": "layout.batched"},
+            )
+        return loaded.new_batch(streams, window, k_type, v_type, gate)
 
 
 def _check_request(request: LoadOp) -> None:
@@ -266,10 +286,3 @@ def _engine_refusal(request: LoadOp, error: Exception) -> ModeldError:
     return ModelLoadFailed(
         f"The engine refused the model {request.model!r}. It said: {said}.", metadata=about
     )
-
-
-def _return_memory() -> None:
-    """Give the allocator's free pages back to the system, where it can be asked to."""
-    gc.collect()
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)

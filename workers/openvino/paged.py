@@ -10,7 +10,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -55,10 +55,7 @@ class PagedModel:
         self.sequences: set[PagedContext] = set()
         pool.reserve(1)
         self.scratch = pool.take()  # for cells that nothing attends to
-        self._request = compiled.model.create_infer_request()
-        for name, tensor in pool.tensors.items():
-            self._request.set_tensor(name, tensor)
-        self.switch_adapters(on=True)
+        self._request = self.new_request()
         self._output = compiled.model.outputs[0].get_any_name()
         self._row: Logits | None = None
         if compiled.selects:  # one row, always in the same place
@@ -72,10 +69,23 @@ class PagedModel:
         self._finished = 0  # tokens of the latest inference that came to its end
         self._torn: set[int] = set()  # numbers of tokens whose shapes may be left in the graph
 
+    def new_request(self) -> Any:
+        """An infer request over the pool's blocks, with the model's adapters on."""
+        request = self.compiled.model.create_infer_request()
+        for name, tensor in self.pool.tensors.items():
+            request.set_tensor(name, tensor)
+        self._switch_adapters(request, on=True)
+        return request
+
     def switch_adapters(self, *, on: bool) -> None:
-        """Whether what is evaluated from here on goes through the model's adapters, if any."""
+        """Whether what is evaluated from here on goes through the model's adapters, if any. For
+        probes: a batch's request has them on.
+        """
+        self._switch_adapters(self._request, on=on)
+
+    def _switch_adapters(self, request: Any, *, on: bool) -> None:
         if self.applied.adapters:
-            self._request.set_tensor(SWITCH, ov.Tensor(np.array([float(on)], dtype=np.float32)))
+            request.set_tensor(SWITCH, ov.Tensor(np.array([float(on)], dtype=np.float32)))
 
     def run(
         self,
@@ -90,14 +100,21 @@ class PagedModel:
         ``row`` is the one whose logits are wanted. ``table`` is read in place, also by later runs
         that bring the same array. Raises what the library raises.
         """
-        if len(tokens) in self._torn:
-            self._settle()
-        self._torn |= {len(tokens), self._finished}  # stands where this one isn't finished
+        self.begin(len(tokens))
         if not self._infer(tokens, position, table, row, cancelled):
             return False
-        self._finished = len(tokens)
-        self._torn.clear()
+        self.finished(len(tokens))
         return True
+
+    def begin(self, tokens: int) -> None:
+        """Before any inference of so many tokens, and ``finished`` once it came to its end."""
+        if tokens in self._torn:
+            self._settle()
+        self._torn |= {tokens, self._finished}  # stands where this one isn't finished
+
+    def finished(self, tokens: int) -> None:
+        self._finished = tokens
+        self._torn.clear()
 
     def _settle(self) -> None:
         """Make the graph whole where inferences that were cancelled, or failed, left it with shapes
@@ -392,16 +409,14 @@ class PagedContext:
     # --- its bytes ---------------------------------------------------------------------------
 
     def export_state(self, begin: int, end: int) -> State:
-        """See the protocol. Whole blocks, with what lies behind the length in the last one."""
+        """See the protocol. Whole blocks, with what lies behind ``end`` in the last one."""
         if not self._open:
             raise self._fatal("it is closed or was found broken before", "bookkeeping")
-        bound = end % BLOCK_TOKENS == 0 or end == self._length
-        if not 0 <= begin < end <= self._length or begin % BLOCK_TOKENS or not bound:
+        if not 0 <= begin < end <= self._length or begin % BLOCK_TOKENS:
             raise InvalidRequest.of(
                 "range",
                 f"{begin} to {end}",
-                f"a part of 0 to {self._length} from a multiple of {BLOCK_TOKENS} to another one, "
-                "or to the end",
+                f"a part of 0 to {self._length} from a multiple of {BLOCK_TOKENS} on",
             )
         blocks = self._blocks[begin // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]
         needed, spare = len(blocks) * self._pool.block_bytes, self._spare_bytes()

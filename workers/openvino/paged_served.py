@@ -5,7 +5,10 @@ Owns the way from a folder to a proved paged model. Knows no sessions, prompts o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from modeld.shared.capacity import ModelFacts
@@ -18,6 +21,8 @@ from modeld.shared.errors import (
 from modeld.shared.host_memory import host_memory
 from modeld.shared.ir_texts import IrTexts
 from modeld.shared.messages import LoadOp, LoadResult, PlacedOut
+from modeld.workers.batch_probe import STREAMS, Shared, compared
+from modeld.workers.batching import Gate
 from modeld.workers.memory_guard import MemoryGuard
 from modeld.workers.openvino import adapters, probe
 from modeld.workers.openvino.blocks import BLOCK_TOKENS, BlockPool
@@ -25,6 +30,7 @@ from modeld.workers.openvino.graph import Compiled, NotPaged, compile_paged, rea
 from modeld.workers.openvino.native import core
 from modeld.workers.openvino.paged import CHUNK_TOKENS, PagedContext, PagedModel
 from modeld.workers.openvino.proof import paged_loop_works
+from modeld.workers.openvino.streams import MAX_STREAMS, PagedStreams
 from modeld.workers.openvino.tokenizer import OpenVinoTokenizer
 
 # Every native call releases the GIL, but the graph's surgery is Python and holds it in pieces of
@@ -71,6 +77,7 @@ class PagedServed:
         self.paged = PagedModel(compiled, pool, min(request.n_ubatch, CHUNK_TOKENS), applied)
         self.tokenizer = OpenVinoTokenizer(folder, core(), compiled.vocabulary)
         self._probed: probe.Probed | None = None
+        self._shared = Shared("unknown: not tried yet")
 
     def prove(self) -> None:
         """Try it; before anything else is done with it. Not under a bound on this process's memory:
@@ -80,14 +87,56 @@ class PagedServed:
         request = self.request
         try:
             self._probed = probe.probed(self.paged, self.tokenizer.vocab_size)
+            self._shared = self._tried_together()
         except SessionFatal as error:
             raise ModelLoadFailed(
                 f"The model {request.model!r} loads but doesn't compute: {error.message}",
                 metadata={"cause": "probe", "model": request.model},
             ) from None
 
+    def _tried_together(self) -> Shared:
+        """Whether neighbours in a batch change a stream's results; leaves nothing behind."""
+        with (
+            contextlib.closing(self.paged.new_context(BLOCK_TOKENS, lambda: 1 << 62)) as own,
+            contextlib.closing(
+                PagedStreams(self.paged, STREAMS, BLOCK_TOKENS, Gate(), lambda: 1 << 62)
+            ) as batch,
+        ):
+            shared = compared(own, batch, self.tokenizer.vocab_size)
+        if self.paged.exact:
+            return shared
+        return replace(
+            shared,
+            capability=f"{shared.capability}; but {self.paged.compiled.k_type} keys are scaled by "
+            "block, so that results depend on how a prompt is split, and that on the neighbours: "
+            "not exact",
+        )
+
     def new_context(self, window: int, k_type: str, v_type: str) -> PagedContext:
         """InvalidRequest for other KV types than the model was loaded with; InsufficientMemory."""
+        with self._allocating(window, k_type, v_type):
+            return self.paged.new_context(window, self._guard.spare_bytes)
+
+    def new_batch(
+        self, streams: int, window: int, k_type: str, v_type: str, gate: Gate
+    ) -> PagedStreams:
+        """See ``BatchingEngine``; raises as ``new_context`` does."""
+        if not 1 <= streams <= MAX_STREAMS:
+            raise InvalidRequest.of("streams", streams, f"1 to {MAX_STREAMS}")
+        with self._allocating(window, k_type, v_type, streams):
+            return PagedStreams(
+                self.paged,
+                streams,
+                window,
+                gate,
+                self._guard.spare_bytes,
+                company=self._shared.company,
+            )
+
+    def _allocating(
+        self, window: int, k_type: str, v_type: str, streams: int = 1
+    ) -> AbstractContextManager[None]:
+        """The guard over so many sequences of ``window`` tokens; raises as ``new_context`` does."""
         compiled, pool = self.paged.compiled, self.paged.pool
         if window < 1:
             raise InvalidRequest.of("window", window, "1 token or more")
@@ -100,13 +149,14 @@ class PagedServed:
                     field, asked, served, "The model was compiled for it when it was loaded."
                 )
         kv = -(-window // BLOCK_TOKENS) * pool.block_bytes
-        with self._guard.allocating(
-            f"A context of {window} tokens",
-            {"kv": kv, "promised": pool.promised_bytes},
+        return self._guard.allocating(
+            f"{streams} streams of {window} tokens"
+            if streams > 1
+            else f"A context of {window} tokens",
+            {"kv": kv * streams, "promised": pool.promised_bytes},
             "Ask for a smaller window, or close a session.",
             more={"window": window},
-        ):
-            return self.paged.new_context(window, self._guard.spare_bytes)
+        )
 
     def result(self, seconds: float) -> LoadResult:
         """What the load reports, once it is proved."""
@@ -121,7 +171,7 @@ class PagedServed:
             template_digest=self.texts.digest,
             template_supports_tools=False,  # known only by rendering, which isn't done here
             threads=self._threads,
-            capabilities=probed.capabilities,
+            capabilities={**probed.capabilities, "layout.batched": self._shared.capability},
             seconds=seconds,
             placed=[PlacedOut(device="CPU", weights_bytes=facts.weights_bytes)],
             traits={"layers": compiled.layers, "vocabulary": compiled.vocabulary},

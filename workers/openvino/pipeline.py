@@ -291,7 +291,12 @@ class Pipeline:
             "position_shift": no_state,
             "state.blocks": no_state,
             "state.whole": no_state,
+            "cold_store": no_state,
+            "overflow.evict": no_state,
+            "snapshot": no_state,
+            "durable": no_state,
             "prefix_copy": "yes: contexts share the engine's prefix cache; nothing is copied",
+            "layout.batched": "no: GenAI's pipeline serves one request after another here",
             "exact_warm": (
                 "unknown: the engine gives no logits to compare; a prompt that goes on from inside "
                 "a block is split otherwise than a cold one"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from modeld.shared.errors import ModelLoadFailed
-from modeld.workers import structured
+from modeld.workers import saving, structured, tape
 from modeld.workers.openvino.blocks import BLOCK_TOKENS
 from modeld.workers.openvino.paged import PagedContext, PagedModel
 
@@ -22,14 +22,8 @@ if TYPE_CHECKING:
 _HEAD, _ALL = BLOCK_TOKENS + 8, BLOCK_TOKENS + 12  # tokens: more than one block of them
 _LATER = "no: not served yet"
 _UNSERVED = (
-    "cold_store",
     "vision",
     "embed",
-    "overflow.evict",
-    "layout.batched",
-    "fork",
-    "snapshot",
-    "durable",
 )
 
 
@@ -52,6 +46,7 @@ class Probed:
 def probed(model: PagedModel, vocabulary: int) -> Probed:
     """Raises what making or using a context of this model raises: then it can't be served."""
     found = dict.fromkeys(_UNSERVED, _LATER)
+    found["overflow.evict"] = tape.capability(drops_tail=True, gives_ranges=True)
     found["recompute"] = "yes: any prefix is evaluated again from its tokens"
     found["decode.logprobs"] = "yes: the whole row of logits is read for every token"
     found["decode.logit_bias"] = found["decode.logprobs"]
@@ -114,7 +109,14 @@ def _tried(
             else "no: blocks that went out came back as other bytes"
         ),
     }
-    found["state.whole"] = found["state.blocks"]
+    found["fork"], found["state.whole"] = found["prefix_copy"], found["state.blocks"]
+    found |= saving.capabilities(found)
+    found["cold_store"] = (
+        f"yes: in blocks; what went out and came back at load gave {_equal(True)} at K/V "
+        f"{kv}/{model.compiled.v_type}"
+        if same_bytes and same_back
+        else "no: what went out and came back at load gave other bytes or other logits"
+    )
     if not model.exact:
         found["exact_warm"] = (
             f"no: {kv} keys are scaled by block, so that results depend on how a prompt is split"

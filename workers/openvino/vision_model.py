@@ -68,13 +68,9 @@ MOST_TRIED = 1 << 13  # tokens, where the model doesn't say what it is made for
 MAX_KNOWN_SIZES = 1024
 GAPS_S = {"load": 1.0, "evaluate": 0.5, "copy": 0.25, "tokenize": 0.5}
 _UNSERVED = (
-    "cold_store",
     "embed",
-    "overflow.evict",
     "layout.batched",
     "fork",
-    "snapshot",
-    "durable",
 )
 _QUESTION = "What is in this picture?"
 _RECOMPUTED = "no: recomputed at each turn; GenAI's vision pipeline keeps nothing that can be told"
@@ -313,6 +309,10 @@ class VisionModel:
             "position_shift": _RECOMPUTED,
             "state.blocks": _RECOMPUTED,
             "state.whole": _RECOMPUTED,
+            "cold_store": _RECOMPUTED,
+            "overflow.evict": _RECOMPUTED,
+            "snapshot": _RECOMPUTED,
+            "durable": _RECOMPUTED,
             "prefix_copy": _RECOMPUTED,
             "exact_warm": _RECOMPUTED,
             "cancel.before_first_token": (

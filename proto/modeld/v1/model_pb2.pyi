@@ -175,15 +175,23 @@ class DiskStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DiskStatsResponse(_message.Message):
-    __slots__ = ("data_root", "models_bytes", "snapshots_bytes", "free_bytes", "total_bytes")
+    __slots__ = ("data_root", "models_bytes", "snapshots_bytes", "free_bytes", "total_bytes", "durable_bytes", "cold_bytes", "quota_bytes", "damaged_snapshots")
     DATA_ROOT_FIELD_NUMBER: _ClassVar[int]
     MODELS_BYTES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COLD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     data_root: str
     models_bytes: int
     snapshots_bytes: int
     free_bytes: int
     total_bytes: int
-    def __init__(self, data_root: _Optional[str] = ..., models_bytes: _Optional[int] = ..., snapshots_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+    durable_bytes: int
+    cold_bytes: int
+    quota_bytes: int
+    damaged_snapshots: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, data_root: _Optional[str] = ..., models_bytes: _Optional[int] = ..., snapshots_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., durable_bytes: _Optional[int] = ..., cold_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., damaged_snapshots: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -223,14 +223,18 @@ class SessionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExportSnapshot(self, request, context):
-        """A snapshot's files, to be kept elsewhere or brought to another data root.
+        """A snapshot's files, one after the other, saved.json first, in pieces of at most 1 MiB: to be
+        kept elsewhere or brought to another data root. Ends in DIGEST_MISMATCH where one is damaged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportSnapshot(self, request_iterator, context):
-        """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed.
+        """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed; under
+        its own id, or another where that is taken by another content. Nothing stays of a refused one:
+        DIGEST_MISMATCH (cut off, other bytes), INVALID_REQUEST (out of order), BACKEND_MISMATCH and
+        MANIFEST_MISMATCH (of an engine or a version that isn't run here), STORAGE_FULL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

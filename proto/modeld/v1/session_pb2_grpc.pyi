@@ -63,9 +63,15 @@ class SessionServiceStub:
     ListSnapshots: _grpc.UnaryUnaryMultiCallable[_session_pb2.ListSnapshotsRequest, _session_pb2.ListSnapshotsResponse]
     DeleteSnapshot: _grpc.UnaryUnaryMultiCallable[_session_pb2.DeleteSnapshotRequest, _session_pb2.DeleteSnapshotResponse]
     ExportSnapshot: _grpc.UnaryStreamMultiCallable[_session_pb2.ExportSnapshotRequest, _session_pb2.SnapshotChunk]
-    """A snapshot's files, to be kept elsewhere or brought to another data root."""
+    """A snapshot's files, one after the other, saved.json first, in pieces of at most 1 MiB: to be
+    kept elsewhere or brought to another data root. Ends in DIGEST_MISMATCH where one is damaged.
+    """
     ImportSnapshot: _grpc.StreamUnaryMultiCallable[_session_pb2.SnapshotChunk, _session_pb2.SnapshotInfo]
-    """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed."""
+    """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed; under
+    its own id, or another where that is taken by another content. Nothing stays of a refused one:
+    DIGEST_MISMATCH (cut off, other bytes), INVALID_REQUEST (out of order), BACKEND_MISMATCH and
+    MANIFEST_MISMATCH (of an engine or a version that isn't run here), STORAGE_FULL.
+    """
     Admit: _grpc.UnaryUnaryMultiCallable[_session_pb2.AdmitRequest, _session_pb2.AdmitResponse]
     """Brings parked tokens of a session under OVERFLOW_EVICT back into attention."""
     Fork: _grpc.UnaryUnaryMultiCallable[_session_pb2.ForkRequest, _session_pb2.ForkResponse]
@@ -119,9 +125,15 @@ class SessionServiceAsyncStub(SessionServiceStub):
     ListSnapshots: _aio.UnaryUnaryMultiCallable[_session_pb2.ListSnapshotsRequest, _session_pb2.ListSnapshotsResponse]  # type: ignore[assignment]
     DeleteSnapshot: _aio.UnaryUnaryMultiCallable[_session_pb2.DeleteSnapshotRequest, _session_pb2.DeleteSnapshotResponse]  # type: ignore[assignment]
     ExportSnapshot: _aio.UnaryStreamMultiCallable[_session_pb2.ExportSnapshotRequest, _session_pb2.SnapshotChunk]  # type: ignore[assignment]
-    """A snapshot's files, to be kept elsewhere or brought to another data root."""
+    """A snapshot's files, one after the other, saved.json first, in pieces of at most 1 MiB: to be
+    kept elsewhere or brought to another data root. Ends in DIGEST_MISMATCH where one is damaged.
+    """
     ImportSnapshot: _aio.StreamUnaryMultiCallable[_session_pb2.SnapshotChunk, _session_pb2.SnapshotInfo]  # type: ignore[assignment]
-    """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed."""
+    """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed; under
+    its own id, or another where that is taken by another content. Nothing stays of a refused one:
+    DIGEST_MISMATCH (cut off, other bytes), INVALID_REQUEST (out of order), BACKEND_MISMATCH and
+    MANIFEST_MISMATCH (of an engine or a version that isn't run here), STORAGE_FULL.
+    """
     Admit: _aio.UnaryUnaryMultiCallable[_session_pb2.AdmitRequest, _session_pb2.AdmitResponse]  # type: ignore[assignment]
     """Brings parked tokens of a session under OVERFLOW_EVICT back into attention."""
     Fork: _aio.UnaryUnaryMultiCallable[_session_pb2.ForkRequest, _session_pb2.ForkResponse]  # type: ignore[assignment]
@@ -238,7 +250,9 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.ExportSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_session_pb2.SnapshotChunk], _abc.AsyncIterator[_session_pb2.SnapshotChunk]]:
-        """A snapshot's files, to be kept elsewhere or brought to another data root."""
+        """A snapshot's files, one after the other, saved.json first, in pieces of at most 1 MiB: to be
+        kept elsewhere or brought to another data root. Ends in DIGEST_MISMATCH where one is damaged.
+        """
 
     @_abc_1.abstractmethod
     def ImportSnapshot(
@@ -246,7 +260,11 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_session_pb2.SnapshotChunk],
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.SnapshotInfo, _abc.Awaitable[_session_pb2.SnapshotInfo]]:
-        """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed."""
+        """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed; under
+        its own id, or another where that is taken by another content. Nothing stays of a refused one:
+        DIGEST_MISMATCH (cut off, other bytes), INVALID_REQUEST (out of order), BACKEND_MISMATCH and
+        MANIFEST_MISMATCH (of an engine or a version that isn't run here), STORAGE_FULL.
+        """
 
     @_abc_1.abstractmethod
     def Admit(

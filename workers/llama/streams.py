@@ -1,0 +1,286 @@
+"""One llama context of several streams, whose sampled tokens are evaluated together.
+
+Each stream has cells of its own, so that what a neighbour holds changes no result. Keeps the count
+of what each holds and proves it against the engine after every change. Knows no prompt, sampling
+or policy, and not who waits for whom: that is the gate's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from modeld.shared.errors import (
+    InsufficientMemory,
+    SessionFatal,
+)
+from modeld.shared.messages import PlacedOut
+from modeld.workers.batching import Gate
+from modeld.workers.engine import Cancelled
+from modeld.workers.llama import reports
+from modeld.workers.llama.context import ModelTraits, settled_kv_bytes
+from modeld.workers.llama.native import engine_log, llama
+from modeld.workers.llama.parameters import ContextSettings, context_parameters
+from modeld.workers.llama.stream import LlamaStream
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
+
+_ABORTED = 2
+_NO_ABORT = llama.ggml_abort_callback(0)
+MAX_STREAMS = 64  # far more than gain anything; the engine's own limit is 256
+
+
+class LlamaStreams:
+    """See ``BatchContext``. Not thread-safe: one thread at a time."""
+
+    def __init__(
+        self,
+        model: Any,
+        traits: ModelTraits,
+        settings: ContextSettings,
+        streams: int,
+        gate: Gate,
+        planned_kv_bytes: Callable[[int], int],
+        on_close: Callable[[LlamaStreams], None],
+        work_bytes: int = 0,
+        spare_bytes: Callable[[], int] = lambda: sys.maxsize,
+        *,
+        company: bool = False,
+    ) -> None:
+        """``settings`` are of one stream. ``company``: a sampled token is never evaluated alone,
+        since this model's results would differ from those among others.
+
+        Raises InsufficientMemory with the engine's words when it can't be made.
+        """
+        self.traits, self.company, self.gate = traits, company, gate
+        self.spare_bytes, self._on_close = spare_bytes, on_close
+        engine_log.clear()
+        with engine_log.recording() as lines:
+            self.handle = llama.llama_init_from_model(model, context_parameters(settings, streams))
+        if not self.handle:
+            raise InsufficientMemory(
+                f"The engine can't make a context of {streams} streams of {settings.window} tokens "
+                f"with K {settings.k_type} and V {settings.v_type}. It said: {engine_log.words()}. "
+                "Ask for fewer streams or a smaller window, or close a session.",
+                metadata={"window": settings.window, "streams": streams, "cause": "engine"},
+            )
+        self.memory = llama.llama_get_memory(self.handle)
+        self.broken = False
+        self.window: int = llama.llama_n_ctx_seq(self.handle)
+        self.chunk: int = llama.llama_n_batch(self.handle)
+        self._n_ubatch: int = llama.llama_n_ubatch(self.handle)
+        compute = reports.compute_by_device(lines)
+        compute["CPU"] = compute.get("CPU", 0) + work_bytes
+        kv_bytes = settled_kv_bytes(planned_kv_bytes(self.window) * streams, lines)
+        kv = reports.scaled_to(kv_bytes, reports.kv_by_device(lines))
+        placed = reports.placed(kv=kv, compute=compute)
+        self.streams = [
+            LlamaStream(self, index, _shares(placed, streams, index)) for index in range(streams)
+        ]
+        self._polled: Cancelled = _never
+        self._aborted = False
+        # The engine keeps only the address: the callback must live as long as the context.
+        self._callback = llama.ggml_abort_callback(self._on_abort_poll)
+        self._make_batches(streams)
+
+    def _make_batches(self, streams: int) -> None:
+        """Arrays that every evaluation reuses: filled through numpy, read by the engine."""
+        size = max(self.chunk, 2)
+        self._tokens = np.zeros(size, dtype=np.int32)
+        self._positions = np.zeros(size, dtype=np.int32)
+        self._wanted = np.zeros(size, dtype=np.int8)
+        self._sequence_counts = np.ones(size, dtype=np.int32)
+        pointer = ctypes.POINTER(llama.llama_seq_id)
+        self._ids = [(llama.llama_seq_id * 1)(index) for index in range(streams)]
+        # Whose the tokens of a batch are: all one stream's, or each another's.
+        self._of_one = [(pointer * size)(*[one] * size) for one in self._ids]
+        self._of_each = (pointer * size)(*[self._ids[0]] * size)
+        self._batch = llama.llama_batch(
+            n_tokens=0,
+            token=self._tokens.ctypes.data_as(ctypes.POINTER(llama.llama_token)),
+            embd=None,
+            pos=self._positions.ctypes.data_as(ctypes.POINTER(llama.llama_pos)),
+            n_seq_id=self._sequence_counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            seq_id=self._of_each,
+            logits=self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    # --- evaluating --------------------------------------------------------------------------
+
+    def step(self, tokens: Sequence[tuple[int, int]]) -> None:
+        """See the protocol."""
+        self.check_usable()
+        asked = dict(tokens)
+        rows = sorted(asked)
+        companions = self._companions(rows) if self.company else []
+        places = sorted([*rows, *companions])
+        for at, index in enumerate(places):
+            self._tokens[at] = asked.get(index, 0)
+            self._positions[at] = self.streams[index].length
+            self._of_each[at] = self._ids[index]
+        # A companion's logits too: the last layer and the output matrix see the wanted rows only.
+        self._wanted[: len(places)] = 1
+        self._batch.seq_id = self._of_each
+        code = self._decode(len(places))
+        self._wanted[: len(places)] = 0
+        if code:
+            raise self._fatal(f"evaluating {len(rows)} tokens together answered {code}", code=code)
+        for index in companions:
+            llama.llama_memory_seq_rm(self.memory, index, self.streams[index].length, -1)
+            self.prove(index)
+        for at, index in enumerate(places):
+            if index in asked:
+                self._appended(index, 1, at)
+
+    def _companions(self, rows: Sequence[int]) -> list[int]:
+        """Streams that lend a cell for a moment, so that no token is alone.
+
+        The engine evaluates streams together only where their numbers follow each other. Where no
+        neighbour has a free cell, a token goes alone all the same.
+        """
+        lent: list[int] = []
+        for index in rows:
+            if {index - 1, index + 1} & {*rows, *lent}:
+                continue
+            for other in (index + 1, index - 1):
+                if 0 <= other < len(self.streams) and self.streams[other].length < self.window:
+                    lent.append(other)
+                    break
+        return lent
+
+    def evaluate(
+        self, stream: int, tokens: NDArray[np.int64], *, wanted: bool, cancelled: Cancelled
+    ) -> int:
+        """See the protocol. ``cancelled`` is polled between batches, and some hundred times a
+        micro-batch from within the engine.
+        """
+        self.check_usable()
+        self._batch.seq_id = self._of_one[stream]
+        self._polled, self._aborted = cancelled, False
+        llama.llama_set_abort_callback(self.handle, self._callback, None)
+        try:
+            count, begin = len(tokens), 0
+            while begin < count:
+                if cancelled():
+                    break
+                size = min(self.chunk, count - begin)
+                if size > 1 and size % self._n_ubatch == 1:
+                    size -= 1  # no micro-batch of one token, which rounds differently
+                last = wanted and begin + size == count
+                done = self._prompt_part(stream, tokens[begin : begin + size], last)
+                begin += done
+                if done < size:
+                    break
+            return begin
+        finally:
+            llama.llama_set_abort_callback(self.handle, _NO_ABORT, None)
+            self._polled = _never
+
+    def _prompt_part(self, index: int, tokens: NDArray[np.int64], wanted: bool) -> int:
+        """One batch of one stream's prompt; how many of its tokens were evaluated."""
+        size, position = len(tokens), self.streams[index].length
+        # Behind a lone token goes a copy of it, to which it doesn't attend and whose cell is freed
+        # again: the engine multiplies by one row and by several with different routines.
+        rows = 2 if size == 1 and position + 2 <= self.window else size
+        self._tokens[:rows] = tokens if rows == size else tokens[0]
+        self._positions[:rows] = np.arange(position, position + rows)
+        self._wanted[size - 1] = wanted
+        code = self._decode(rows)
+        self._wanted[size - 1] = 0
+        if not code and rows > size:
+            llama.llama_memory_seq_rm(self.memory, index, position + size, -1)
+        if not code:
+            self._appended(index, size, size - 1 if wanted else None)
+            return size
+        kept = self._held(index) - position  # whole micro-batches of the batch stay
+        whole = kept == size or kept % self._n_ubatch == 0
+        if code != _ABORTED or not self._aborted or not 0 <= kept <= size or not whole:
+            raise self._fatal(
+                f"evaluating {size} tokens of stream {index} at {position} answered {code}, of "
+                f"which {kept} stayed",
+                code=code,
+            )
+        self._appended(index, kept, None)
+        return kept
+
+    def _decode(self, rows: int) -> int:
+        self._batch.n_tokens = rows
+        return int(llama.llama_decode(self.handle, self._batch))
+
+    def _appended(self, index: int, count: int, row: int | None) -> None:
+        """Record what a stream got, proven, and copy its logits from a row of the batch."""
+        stream = self.streams[index]
+        stream.length += count
+        stream.has_logits = False
+        self.prove(index)
+        if row is None:
+            return
+        pointer = llama.llama_get_logits_ith(self.handle, row)
+        address = ctypes.cast(pointer, ctypes.c_void_p).value
+        if not address:
+            raise self._fatal(f"stream {index} has no logits")
+        ctypes.memmove(stream.row.ctypes.data, address, stream.row.nbytes)
+        stream.has_logits = True
+
+    def _held(self, index: int) -> int:
+        return int(llama.llama_memory_seq_pos_max(self.memory, index)) + 1
+
+    def prove(self, index: int) -> None:
+        """Raises SessionFatal where a stream doesn't hold what its record says."""
+        held, length = self._held(index), self.streams[index].length
+        if held != length:
+            raise self._fatal(f"stream {index} holds {held} tokens, not {length}")
+
+    def _on_abort_poll(self, _data: object) -> bool:
+        if self._polled():
+            self._aborted = True
+        return self._aborted
+
+    def check_usable(self) -> None:
+        if not self.handle or self.broken:
+            raise self._fatal("it is closed or was found broken before")
+
+    def _fatal(self, what: str, **numbers: object) -> SessionFatal:
+        self.broken = True
+        said = engine_log.words()
+        return SessionFatal(
+            f"The engine context that {len(self.streams)} streams share can't be trusted: {what}"
+            f"{f' ({said})' if said else ''}. The sessions in it are lost: open new ones.",
+            metadata={"cause": "engine", "streams": len(self.streams), **numbers},
+        )
+
+    def close(self) -> None:
+        """See the protocol."""
+        if not self.handle:
+            return
+        handle, self.handle, self.memory = self.handle, None, None
+        llama.llama_free(handle)
+        self._on_close(self)
+
+
+def _shares(placed: Sequence[PlacedOut], streams: int, index: int) -> list[PlacedOut]:
+    """What one stream is charged: equal parts, and what is left over for the first."""
+
+    def share(size: int) -> int:
+        return size // streams + (size % streams if index == 0 else 0)
+
+    return [
+        PlacedOut(
+            device=part.device,
+            kv_bytes=share(part.kv_bytes),
+            compute_bytes=share(part.compute_bytes),
+        )
+        for part in placed
+    ]
+
+
+def _never() -> bool:
+    return False
