@@ -178,7 +178,8 @@ def read_chunks(source: BinaryIO) -> Iterator[session_pb2.SnapshotChunk]:
                         break
             if info is not None:
                 raise _refused("it has no files")
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
+        # ValueError: a header's field that is no number, or a name that isn't text.
         raise _refused(str(error) or type(error).__name__) from None
     except OSError as error:
         raise _refused(error.strerror or str(error)) from None
@@ -195,7 +196,7 @@ def _info_of(archive: tarfile.TarFile, member: tarfile.TarInfo | None) -> sessio
         return json_format.ParseDict(
             told["snapshot"], session_pb2.SnapshotInfo(), ignore_unknown_fields=True
         )
-    except (ValueError, KeyError, TypeError, json_format.Error) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, json_format.Error) as error:
         raise _refused(f"its {INFO} can't be read ({error})") from None
 
 

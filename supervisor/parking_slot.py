@@ -25,7 +25,7 @@ from modeld.shared.errors import (
     StorageFull,
     UnsupportedFeature,
 )
-from modeld.shared.messages import ParkOp, ParkResult, ResumeOp, ResumeResult
+from modeld.shared.messages import ParkOp, ParkResult, Payload, ResumeOp, ResumeResult
 from modeld.supervisor import parking
 from modeld.supervisor.models.store import StoredModel
 from modeld.supervisor.planning import Question
@@ -104,6 +104,28 @@ class ParkingSlot(SlotCore):
                 parked += 1
             else:
                 stays.add(spare[0].session_id)
+
+    async def call_beside(self, session: Session, request: Payload) -> Payload:
+        """Send what takes a second context beside the session's for as long as it runs, parking an
+        idle session for it where there is none. In a hold; raises as ``call`` and ``place``.
+        """
+        await self.ready(session)
+        try:
+            return await self.call(request, session=session)
+        except InsufficientMemory as error:
+            resident = self.resident
+            if resident is None or error.metadata.get("cause") == "state":  # no context's lack
+                raise
+            if not self._idle({session.session_id}):
+                raise
+        window = session.resolution.numbers.effective.tokens
+        async with self.placing:
+            return await self.place(
+                resident.model,
+                replace(session.request, window=window, sessions=0),
+                lambda planned: self.call(request, session=session),
+                kept=session,
+            )
 
     def _idle(self, kept: set[str]) -> list[Session]:
         if self.cannot_park:

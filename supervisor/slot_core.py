@@ -27,8 +27,10 @@ from modeld.shared.errors import (
 )
 from modeld.shared.messages import (
     ChunkOut,
+    FinalOut,
     Heartbeat,
     Payload,
+    Status,
 )
 from modeld.supervisor.config import Config
 from modeld.supervisor.durable_sessions import DurableSessions
@@ -320,11 +322,14 @@ class SlotCore:
                 error.metadata["planner"] = str(session.resolution.numbers.planner.tokens)
             raise
         finally:
-            if not operation.ended:
-                operation.cancel()
-                await self._settle(operation)
-            if session is not None:
-                session.operations.discard(operation)
+            try:
+                if not operation.ended:
+                    operation.cancel()
+                    await self._settle(operation)
+            finally:
+                if session is not None:
+                    session.operations.discard(operation)
+                    await _note_end(session, operation)
 
     async def ready(self, session: Session) -> None:
         """See to what an operation of the session needs: a slot that parks gives it a context."""
@@ -402,3 +407,13 @@ class SlotCore:
         """Wait for what runs in the background to end."""
         while self._background:
             await asyncio.wait(self._background)
+
+
+async def _note_end(session: Session, operation: Operation) -> None:
+    """What the session holds after an ended operation, also where nobody was left to be told."""
+    try:
+        result = await operation.result()
+    except ModeldError:
+        return
+    if isinstance(result, FinalOut | Status):
+        session.resident, session.seen_tokens = result.resident, result.seen_tokens

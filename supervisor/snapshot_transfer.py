@@ -6,10 +6,11 @@ snapshot may be taken in at all is the caller's to say.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Self
 
 from modeld.shared.errors import DigestMismatch, InvalidRequest
@@ -30,6 +31,8 @@ from modeld.supervisor.saved_quota import Room
 from modeld.supervisor.snapshots import PendingSnapshot, SnapshotStore
 
 MAX_TEXT = 1024
+MAX_COUNT = 2**31 - 1
+MAX_UNIX_MS = 253_402_300_799_999  # the end of the year 9999
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ class IncomingSnapshot:
             raise InvalidRequest.of(
                 "info", self._announced[0], f"what {INFO_NAME} says: {info.saved_id[:64]!r}"
             )
-        _check_texts(info)
+        _check_told(info)
         self._check(info)
         self._info = replace(info, kind="snapshot")
         self._told.clear()
@@ -212,11 +215,21 @@ class IncomingSnapshot:
         )
 
 
-def _check_texts(info: SavedInfo) -> None:
-    """Names that are shown and looked for: only such as a save gives."""
+def _check_told(info: SavedInfo) -> None:
+    """What is shown, looked for and sent again: only such as a save gives. Nothing else covers it,
+    and what no answer can carry would be in the way of every list.
+    """
     names_ok = MODEL_NAME.match(info.model) and SNAPSHOT_ID.match(info.saved_id)
     key_ok = not info.session_key or SESSION_KEY.match(info.session_key)
-    texts = (info.label, info.exact_reason, info.k_type, info.v_type, info.identity.backend)
-    if names_ok and key_ok and all(t.isprintable() and len(t) <= MAX_TEXT for t in texts):
-        return
-    raise InvalidRequest.of(INFO_NAME, info.saved_id[:64], "names and texts as a snapshot has them")
+    identity = [text for text in astuple(info.identity) if isinstance(text, str)]
+    texts = (info.label, info.exact_reason, info.k_type, info.v_type, *identity)
+    if not (names_ok and key_ok and all(t.isprintable() and len(t) <= MAX_TEXT for t in texts)):
+        raise InvalidRequest.of(
+            INFO_NAME, info.saved_id[:64], "names and texts as a snapshot has them"
+        )
+    counts = (info.tokens, info.seen_tokens, info.window, info.turns)
+    timed = 0 <= info.created_unix_ms <= MAX_UNIX_MS and 0 <= info.seconds < math.inf
+    if not timed or not all(0 <= count <= MAX_COUNT for count in counts):
+        raise InvalidRequest.of(
+            INFO_NAME, info.saved_id[:64], "counts and times as a snapshot has them"
+        )

@@ -5,6 +5,7 @@ Over any engine's batch; leaves it empty. Knows no sessions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,7 @@ if TYPE_CHECKING:
     from modeld.workers.engine import BatchContext, EngineContext, Logits
 
 STREAMS = 4  # that ``compared`` takes
-# Tokens: a prompt for each stream, and what follows it. Few, since every load pays for them: where
-# routines differ, the first token shows it.
-_HEADS, _STEPS = (2, 3, 2, 2), 1
+_STEPS = 1  # tokens behind each prompt: every load pays for them
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,20 @@ class Shared:
     served: bool = False
 
 
-def compared(own: EngineContext, batch: BatchContext, vocabulary: int) -> Shared:
+def compared(
+    own: EngineContext, batch: BatchContext, vocabulary: int, lengths: Sequence[int]
+) -> Shared:
     """Stream 1 alone, and with some or all of the others; the same in a context of its own. All
-    are empty before. Raises SessionFatal where they don't compute.
+    are empty before. ``lengths``: of the prompts, in tokens, such that the engine's routines show
+    what they differ by. Raises SessionFatal where they don't compute.
     """
-    tokens = [[(7 * at + 31 * s + 11) % vocabulary for at in range(8)] for s in range(STREAMS)]
-    for stream, prompt_tokens, head in zip(batch.streams, tokens, _HEADS, strict=True):
+    tokens = [
+        [(7 * at + 31 * s + 11) % vocabulary for at in range(length + _STEPS)]
+        for s, length in enumerate(lengths)
+    ]
+    for stream, prompt_tokens, head in zip(batch.streams, tokens, lengths, strict=True):
         stream.evaluate(prompt_tokens[:head], 0, cancelled=_never)
-    own.evaluate(tokens[1][: _HEADS[1]], 0, cancelled=_never)
+    own.evaluate(tokens[1][: lengths[1]], 0, cancelled=_never)
     apart = [own.logits().copy(), *_own_steps(own, tokens[1])]
     prompt = batch.streams[1].logits().copy()
     two, four = (_rows(batch, tokens, group) for group in ((1, 2), (0, 1, 2, 3)))
@@ -48,7 +53,7 @@ def compared(own: EngineContext, batch: BatchContext, vocabulary: int) -> Shared
         drift = max(drift, *(_furthest(_rows(batch, tokens, one), two) for one in ((1,), (1, 3))))
     rows = two if alone else _rows(batch, tokens, (1,))
     from_own = _furthest([prompt, *rows], apart)
-    how = f"{STREAMS} streams of one context at load: the logits behind a stream's prompt were"
+    how = f"{STREAMS} streams together at load: logits behind a prompt of {lengths[1]} tokens were"
     if drift:
         return Shared(
             f"yes: {how} other ones among one and three others (by up to {drift:.2g}): not exact",
@@ -72,7 +77,7 @@ def compared(own: EngineContext, batch: BatchContext, vocabulary: int) -> Shared
 
 def _own_steps(context: EngineContext, tokens: list[int]) -> list[Logits]:
     rows = []
-    for at in range(_HEADS[1], _HEADS[1] + _STEPS):
+    for at in range(len(tokens) - _STEPS, len(tokens)):
         context.step(tokens[at], at)
         rows.append(context.logits().copy())
     return rows
@@ -81,11 +86,11 @@ def _own_steps(context: EngineContext, tokens: list[int]) -> list[Logits]:
 def _rows(batch: BatchContext, tokens: list[list[int]], group: tuple[int, ...]) -> list[Logits]:
     """Stream 1's logits after each step behind its prompt, with a group that goes along."""
     rows = []
-    for step in range(_STEPS):
-        batch.step([(index, tokens[index][_HEADS[index] + step]) for index in group])
+    for left in range(_STEPS, 0, -1):
+        batch.step([(index, tokens[index][-left]) for index in group])
         rows.append(batch.streams[1].logits().copy())
     for index in group:
-        batch.streams[index].trim(_HEADS[index])
+        batch.streams[index].trim(len(tokens[index]) - _STEPS)
     return rows
 
 

@@ -108,7 +108,8 @@ def _bring_in(session: Session, pool: ContextPool, incoming: state_import.Incomi
     """The KV into the session's context or another one, which is then its."""
     if len(held(session)):
         try:
-            state_import.replace(session, pool, incoming)
+            otherwise = "open a new session, which needs none, and restore it there"
+            state_import.replace(session, pool, incoming, otherwise)
         except InsufficientMemory:
             if session.assembled is not None or session.logical:
                 raise

@@ -143,15 +143,23 @@ def append(session: Session, incoming: Incoming) -> None:
         raise
 
 
-def replace(session: Session, pool: ContextPool, incoming: Incoming) -> None:
-    """Into a second context first, so that what is held stays until all of it is there."""
+def replace(
+    session: Session,
+    pool: ContextPool,
+    incoming: Incoming,
+    otherwise: str = "trim the session to 0 tokens first if it may go",
+) -> None:
+    """Into a second context first, so that what is held stays until all of it is there.
+
+    ``otherwise`` is what to do where there is none.
+    """
     mine = session.entry
     try:
         other, taken = pool.stand_in(mine)
     except InsufficientMemory as error:
         raise InsufficientMemory(
             f"{error.message} What the session holds stays until an imported state is complete, "
-            "which takes a second context: trim the session to 0 tokens first if it may go.",
+            f"which takes a second context: {otherwise}.",
             metadata={**error.metadata, "held": len(mine)},
         ) from None
     other.kv_digest, other.runtime_digest = session.kv_digest, session.runtime_digest

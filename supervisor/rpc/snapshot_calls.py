@@ -81,7 +81,7 @@ class SnapshotCalls(SessionCalls):
                 operation = RestoreOp(
                     session_id=session.session_id, folder=str(folder.path), record=info.record
                 )
-                result = expect(await slot.call(operation, session=session), RestoreResult)
+                result = expect(await slot.call_beside(session, operation), RestoreResult)
                 if result.cancelled:
                     raise self._cancelled(request.session, "restoring")
                 _restored(slot, session, info, result)

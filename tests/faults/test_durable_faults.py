@@ -33,6 +33,7 @@ SEED = int(os.environ.get("MODELD_DURABLE_SEED", "1"))
 SETTINGS: dict[str, Any] = {"n_ubatch": 64, "max_sessions": 8}
 WINDOW = 2048
 ANSWER_TOKENS = 24
+STRIKES = 0.3  # share of the attempts at a turn that a kill comes with
 ANOTHER_TALK = 10  # turns after which a session's conversation begins anew: the window has an end
 # What a call may meet while everything around it is killed and started again.
 LOSSES: tuple[type[Exception], ...] = (
@@ -179,7 +180,7 @@ class Conversation:
         client = session = None
         while len(self.answers) < self.turns:
             delay_s = self.random.uniform(0, 2 * self.typical_s)
-            with self.killer.at_work(delay_s if self.random.random() < 0.5 else None):
+            with self.killer.at_work(delay_s if self.random.random() < STRIKES else None):
                 try:
                     if session is None:
                         client = self.killer.client()

@@ -228,6 +228,7 @@ def test_four_sessions_answer_together_what_each_answers_alone(folder: Path) -> 
     assert isinstance(loaded, LoadResult)
     assert loaded.capabilities["layout.batched"].startswith("yes: ")
     assert ": exact" in loaded.capabilities["layout.batched"]
+    assert "in a context of its own they differ" in loaded.capabilities["layout.batched"]
     made.open("a", "b", "c", "d", window=512)
     texts = {session: f"{session} says " * (3 + 20 * at) for at, session in enumerate("abcd")}
     how = options(24, temperature=0.9, seed=5)
@@ -269,6 +270,7 @@ def test_scaled_keys_are_said_to_be_inexact(folder: Path) -> None:
     asked.k_type = asked.v_type = "u8"
     loaded = engine.load(asked, lambda stage, fraction: None, never)
     assert loaded.capabilities["layout.batched"].endswith("not exact")
+    assert ": exact" not in loaded.capabilities["layout.batched"]
     for streams in (0, 65):
         with pytest.raises(InvalidRequest):
             engine.new_batch(streams, 256, "u8", "u8", Gate())

@@ -13,11 +13,20 @@ from modeld.shared.errors import (
     SessionFatal,
     UnsupportedFeature,
 )
-from modeld.shared.messages import ExplainResult, FinalOut, OpenOp, Status
+from modeld.shared.messages import (
+    ExplainResult,
+    FinalOut,
+    OpenOp,
+    ParkOp,
+    ResumeOp,
+    ResumeResult,
+    Status,
+)
 from modeld.workers.sampling import Sampler
 from tests.support.core_harness import FakeOp, chat, options, raw, turn_ref
 from tests.support.evicting import Evicting, numbered, pinned, segments
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeContext, FakeEngine
+from tests.support.residency import fork, trim
 
 WINDOW, SINK, RECENT, BLOCK = 1024, 256, 256, 256
 
@@ -299,6 +308,43 @@ def test_what_is_pinned_only_later_comes_back(h: Evicting) -> None:
     assert status.recomputed >= 100
 
 
+# --- beside the other things that a session can do -----------------------------------------------
+
+
+def test_a_branch_goes_on_by_itself_from_what_is_attended(h: Evicting) -> None:
+    h.suffix(raw(numbered(3000)))
+    h.decode(options(5))
+    before = h.explain()
+    fork(h, "a", "b")
+    tape, attended = h.session().conversation(), h.session().known_tokens()
+    ids = {}
+    for name in ("b", "a"):
+        op = FakeOp()
+        h.decode(options(900), name, op)
+        ids[name] = op.ids
+    assert ids["a"] == ids["b"] == streamed(h, tape, 900, attended)
+    for name in ("a", "b"):
+        assert h.held(name) == h.hot(tape + ids[name], name)
+        assert h.explain(name).parked > before.parked
+
+
+def test_a_session_that_was_parked_or_trimmed_evaluates_what_it_lost(h: Evicting) -> None:
+    h.suffix(raw(numbered(3000)))
+    h.decode(options(5))
+    tape, attended = h.session().conversation(), h.held()
+    trim(h, 300)
+    assert h.held() == attended[:300]
+    op = FakeOp()
+    h.decode(options(1), op=op)
+    assert op.ids == [int(np.argmax(h.logits_after([*attended, tape[-1]])))]
+    held = h.held()
+    h.run(ParkOp(session_id="a"))
+    resumed = h.run(ResumeOp(session_id="a"))
+    assert isinstance(resumed, ResumeResult)
+    assert (resumed.resident, resumed.missing) == (len(held), 0)
+    assert h.held() == held == h.hot(h.session().conversation())
+
+
 # --- what can't be -----------------------------------------------------------------------------
 
 
@@ -344,6 +390,7 @@ def test_a_cancel_in_an_answer_s_eviction_loses_nothing() -> None:
         op = FakeOp(cancel_at=cancel_at)
         final = h.decode(options(12), op=op)
         answer = h.session().answer_ids
+        assert h.explain().counters["cancelled_ops"] == (final.stop_reason == "cancelled")
         assert h.held() == h.hot(prompt + answer)
         assert final.seen_tokens == len(prompt) + final.tokens == len(prompt) + len(answer)
         where.add((final.stop_reason, final.resident < len(h.session().known_tokens()) - 1))
@@ -354,6 +401,42 @@ def test_a_cancel_in_an_answer_s_eviction_loses_nothing() -> None:
         assert final.seen_tokens == 1032
         h.check_records()
     assert where == {("cancelled", True), ("cancelled", False), ("length", False)}
+
+
+def test_what_a_cancel_left_out_of_an_eviction_is_evaluated_as_it_would_have_been(
+    h: Evicting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one by one, as sampled tokens are: engines compute a lone token in another way."""
+    h.suffix(raw(numbered(900)))
+    h.decode(options(124))
+    h.decode(options(2), op=FakeOp(cancel_at=4))
+    left = len(h.session().missing())
+    assert 60 < left < RECENT
+    stepped: list[int] = []
+    step = FakeContext.step
+    monkeypatch.setattr(
+        FakeContext, "step", lambda self, *given: (stepped.append(given[0]), step(self, *given))[1]
+    )
+    h.decode(options(1))
+    assert (len(h.session().missing()), stepped) == (1, [])
+
+
+def test_an_eviction_takes_what_a_closed_session_left_of_the_same_conversation(
+    h: Evicting,
+) -> None:
+    h.open_evicting("b")
+    op = FakeOp()
+    h.turn(raw(), raw(numbered(1000)), options(40), "b", op)
+    h.close("b")
+    mine = FakeOp()
+    evaluated = h.engine.evaluated
+    final = h.turn(raw(), raw(numbered(1000)), options(40), op=mine)
+    assert mine.ids == op.ids
+    # One place is taken by the token that was sampled when the window was full.
+    assert final.recomputed < 5
+    assert h.engine.evaluated - evaluated < 1000 + 40
+    assert h.explain().counters["adopted_contexts"] == 1
+    assert h.held() == h.hot(h.session().conversation())
 
 
 @pytest.mark.parametrize("trimmable", [True, False])

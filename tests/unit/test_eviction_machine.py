@@ -92,7 +92,7 @@ class Conversation(RuleBasedStateMachine):
         assert (final.resident, final.parked, final.gone, final.seen_tokens) == (
             explained.resident, explained.parked, explained.gone, explained.seen_tokens,
         )  # fmt: skip
-        if final.stop_reason == "cancelled" and len(self.h.held()) < self.target() - 1:
+        if final.stop_reason == "cancelled" and len(self.h.held()) < self.target() - bool(answer):
             self.whole = False
 
     @precondition(lambda self: len(self.tape) > WINDOW)
@@ -206,7 +206,7 @@ class Conversation(RuleBasedStateMachine):
             return
         session = h.session()
         self.pieces, self.tape = pieces, [*tape, *answer]
-        self.whole = cancel_at is None or len(h.held()) >= self.target() - 1
+        self.whole = cancel_at is None or len(h.held()) >= self.target() - bool(answer)
         assert session.length == len(self.tape)
 
     def check(self, status: Status, seen: int, evaluated: int) -> None:

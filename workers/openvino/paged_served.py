@@ -37,6 +37,9 @@ from modeld.workers.openvino.tokenizer import OpenVinoTokenizer
 # up to 0.25 s. The rest is room for a loaded machine.
 GAPS_S = {"load": 1.0, "evaluate": 0.25, "copy": 0.25, "tokenize": 0.25}
 PROBE_BLOCKS = 32  # a whole chunk, and some short sequences
+# Tokens of the prompts by which streams are tried: a sequence of more than a block is attended by
+# other routines when it is alone.
+TRIED_LENGTHS = (2, BLOCK_TOKENS + 8, 2, BLOCK_TOKENS + 2)
 
 
 class PagedServed:
@@ -96,20 +99,21 @@ class PagedServed:
 
     def _tried_together(self) -> Shared:
         """Whether neighbours in a batch change a stream's results; leaves nothing behind."""
+        window = max(TRIED_LENGTHS) + 1
         with (
-            contextlib.closing(self.paged.new_context(BLOCK_TOKENS, lambda: 1 << 62)) as own,
+            contextlib.closing(self.paged.new_context(window, lambda: 1 << 62)) as own,
             contextlib.closing(
-                PagedStreams(self.paged, STREAMS, BLOCK_TOKENS, Gate(), lambda: 1 << 62)
+                PagedStreams(self.paged, STREAMS, window, Gate(), lambda: 1 << 62)
             ) as batch,
         ):
-            shared = compared(own, batch, self.tokenizer.vocab_size)
+            shared = compared(own, batch, self.tokenizer.vocab_size, TRIED_LENGTHS)
         if self.paged.exact:
             return shared
         return replace(
             shared,
-            capability=f"{shared.capability}; but {self.paged.compiled.k_type} keys are scaled by "
-            "block, so that results depend on how a prompt is split, and that on the neighbours: "
-            "not exact",
+            capability=f"{shared.capability.replace(': exact', '')}; but "
+            f"{self.paged.compiled.k_type} keys are scaled by block, so that results depend on how "
+            "a prompt is split, and that on the neighbours: not exact",
         )
 
     def new_context(self, window: int, k_type: str, v_type: str) -> PagedContext:
@@ -124,13 +128,10 @@ class PagedServed:
         if not 1 <= streams <= MAX_STREAMS:
             raise InvalidRequest.of("streams", streams, f"1 to {MAX_STREAMS}")
         with self._allocating(window, k_type, v_type, streams):
+            # With company whatever was tried: when a lone sequence takes other routines hangs on
+            # its length too.
             return PagedStreams(
-                self.paged,
-                streams,
-                window,
-                gate,
-                self._guard.spare_bytes,
-                company=self._shared.company,
+                self.paged, streams, window, gate, self._guard.spare_bytes, company=True
             )
 
     def _allocating(
