@@ -110,6 +110,20 @@ class Conversation:
             if exchange.turn_id in turn_ids:
                 exchange.session_id = session_id
 
+    def back_to(self, turn_ids: set[str], session_id: str) -> int:
+        """Be what a session is that was brought back with these answers; how many exchanges went.
+
+        None goes where the session has none of its answers: its text is sent anew then.
+        """
+        known = [n for n, exchange in enumerate(self.exchanges) if exchange.turn_id in turn_ids]
+        later = len(self.exchanges) - known[-1] - 1 if known else 0
+        del self.exchanges[len(self.exchanges) - later :]
+        for exchange in self.exchanges:
+            if exchange.turn_id not in turn_ids:
+                exchange.turn_id = ""
+        self.moved(turn_ids, session_id)
+        return later
+
 
 def path_of(data_root: Path, key: str) -> Path:
     """Raises InvalidRequest for what isn't a session key."""

@@ -425,7 +425,8 @@ TURN_EVENTS: Mapping[str, type[Any]] = {
 class DecodeOptions:
     """How to generate. None takes the daemon's default; with nothing set, decoding is greedy.
 
-    ``max_tokens`` 0: until the window is full. ``stream_interval_ms`` 0: each token at once. One
+    ``max_tokens`` 0: until the window is full; in a session that evicts, until the answer ends by
+    itself, so that a bound is wise. ``stream_interval_ms`` 0: each token at once. One
     of ``json_schema`` (its text or the schema itself), ``regex`` and ``grammar`` (Lark) constrains
     the whole answer; with any other stop reason than EOS the text is a beginning of such an answer.
     """

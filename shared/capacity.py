@@ -241,6 +241,9 @@ class CapacityRequest:
     v_type: str = "f16"
     sessions: int = 0  # sessions of this window that must fit; 0: the policy's share
     adapters: tuple[AdapterUse, ...] = ()  # beside the model, in this order
+    # Sessions that share one context, of this window each: what is planned is room for them all.
+    # 0: a context of its own.
+    streams: int = 0
 
 
 @dataclass(frozen=True)
@@ -334,7 +337,8 @@ class Remedy:
 
     ``window`` (tokens), ``k_type``, ``gpu_layers``, ``placement`` (shed), ``sessions``,
     ``max_sessions`` (the setting's new value), ``model`` (a smaller one of the store), ``free``
-    (bytes to be freed), ``user_limit`` and ``device_limit`` (bytes, the setting's new value).
+    (bytes to be freed), ``layout`` (isolated), ``user_limit`` and ``device_limit`` (bytes, the
+    setting's new value).
     """
 
     kind: str
@@ -373,4 +377,5 @@ class Resolution:
     devices: tuple[DevicePlan, ...] = ()  # the host's row first
     shed: bool = False  # layers were left on the host because they did not fit
     findings: tuple[str, ...] = ()  # what the engine reports otherwise than it was declared
+    streams: int = 0  # whose windows are planned, with one buffer; 0: of a context of its own
     refusal: Refusal | None = None  # set by ``survey`` where the plan would be refused

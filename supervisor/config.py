@@ -83,6 +83,7 @@ class Config:
     turn_idle_s: float
     queue_limit: int
     max_sessions: int
+    batch_streams: int
     max_open_sessions: int
     max_window: int
     floor_window: int

@@ -7,12 +7,13 @@ Knows no load, no transport and no policy of whom to park; what a session is ope
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from modeld.shared.capacity import CapacityRequest, Resolution
+from modeld.shared.capacity import CapacityRequest, Number, Reason, Resolution
 from modeld.shared.errors import InsufficientMemory, InvalidRequest, UnsupportedFeature
 from modeld.shared.messages import ForkOp, ForkResult, LoadResult, OpenOp, OpenResult
 from modeld.shared.planner.capacity import confirm
@@ -22,7 +23,7 @@ from modeld.supervisor.models.store import StoredModel
 from modeld.supervisor.parking_slot import ParkingSlot
 from modeld.supervisor.sessions import Session
 from modeld.supervisor.slot_core import Caller
-from modeld.supervisor.slot_plan import host_buffers
+from modeld.supervisor.slot_plan import host_buffers, one_stream
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ class Forked:
 
 class ContextSlot(ParkingSlot):
     """Part of ``ModelSlot``. All methods run on the daemon's loop."""
+
+    batch_plan: Resolution | None = None  # of the batch that was made last
 
     async def close(self, session: Session, *, why: str, discard: bool = False) -> int:
         raise NotImplementedError
@@ -56,7 +59,9 @@ class ContextSlot(ParkingSlot):
         doesn't copy, or doesn't give what is to be saved. The source is as it was then.
         """
         await self._refuse_used_key(source, session_key, durable)
-        async with self.hold(source.session_id, "fork", caller) as hold:
+        # A key is looked up and taken at once, and what is saved is brought back before any turn.
+        beside = False if session_key else None
+        async with self.hold(source.session_id, "fork", caller, beside=beside) as hold:
             await self._refuse_used_key(source, session_key, durable)
             self.sessions.get(source.session_id, source.generation, time.monotonic())
             resident = self.resident
@@ -65,7 +70,7 @@ class ContextSlot(ParkingSlot):
             _refuse_unless_forked(source.model, resident.load)
             if durable:
                 refuse_unless_saved(source.model, resident.load.capabilities)
-            await self._make_place(source)
+            await self._make_place(source.layout, source)
             await self.ready(source)
             session_id = self.sessions.new_id()
             window = source.resolution.numbers.effective.tokens
@@ -139,7 +144,7 @@ class ContextSlot(ParkingSlot):
                 generation=session.generation,
                 session_id=session_id,
             )
-            if not planned.gpu_layers:
+            if not planned.gpu_layers and not session.batched:
                 await self.planning.context_made(
                     model.digest, capacity, told.allocated, told.kv_bytes, told.compute_bytes
                 )
@@ -147,6 +152,10 @@ class ContextSlot(ParkingSlot):
 
         try:
             async with self.placing:
+                self._refuse_one_more()  # several may be on their way where they run together
+                joined = self._joined(capacity)
+                if joined is not None:
+                    return await self.see_through(opened(joined))
                 return await self.place(
                     model, capacity, lambda plan: self.see_through(opened(plan)), kept=kept
                 )
@@ -155,6 +164,24 @@ class ContextSlot(ParkingSlot):
                 if session.session_id == session_id:
                     self.spawn(self._close_unknown(session))
             raise
+
+    def _joined(self, capacity: CapacityRequest) -> Resolution | None:
+        """The plan of a session that gets a stream which is there already: it needs no memory.
+
+        None where none is known to be: without a session in it, a batch may be gone.
+        """
+        batch = self.batch_plan
+        if not capacity.streams or batch is None or not self.sessions.of_layout("batched"):
+            return None
+        numbers = batch.numbers
+        effective = numbers.effective
+        if capacity.window:
+            effective = Number(capacity.window, Reason.REQUEST, Reason.MEMORY, batch.allocated)
+        beyond = numbers.planner.tokens - numbers.effective.tokens
+        planner = replace(numbers.planner, tokens=effective.tokens + max(0, beyond))
+        asked = Number(capacity.window, Reason.REQUEST if capacity.window else Reason.NONE)
+        numbers = replace(numbers, requested=asked, effective=effective, planner=planner)
+        return replace(batch, numbers=numbers, free_bytes=0)
 
     async def _make_context(
         self, planned: Resolution, operation: OpenOp | ForkOp, source: Session | None = None
@@ -166,13 +193,18 @@ class ContextSlot(ParkingSlot):
         resident = self.resident
         if resident is None:  # the worker went away while the plan was made
             raise self.sessions.stale(self.sessions.previous)
-        with self.plan.under_way(planned, load=False):
+        streams = planned.streams
+        joins = bool(streams and self.sessions.of_layout("batched"))
+        with contextlib.nullcontext() if joins else self.plan.under_way(planned, load=False):
             result = await self.call(operation, session=source)
         assert isinstance(result, OpenResult)
-        findings = check_context(planned, result)
+        if streams and not joins:
+            self.batch_plan = planned
+        mine = one_stream(planned)
+        findings = check_context(mine, result)
         self._tell_findings(findings)
         resolution = confirm(
-            planned,
+            mine,
             window=result.window,
             slot_cells=result.slot_cells,
             kv_bytes=result.kv_bytes,
@@ -182,21 +214,33 @@ class ContextSlot(ParkingSlot):
         self.plan.count(result, self.sessions.resident + 1, planned)
         return result, resolution
 
-    async def _make_place(self, kept: Session | None = None) -> None:
-        """Where as many are open as may be, close the detached session that was used least
-        recently, ``kept`` excepted. Raises InsufficientMemory where none is.
+    async def _make_place(self, layout: str, kept: Session | None = None) -> None:
+        """Where as many are open as may be, in all or of the layout, close the detached session
+        that was used least recently, ``kept`` excepted. Raises InsufficientMemory where none is.
 
         What it held stays as reclaimable cache, which its key's next open finds.
         """
-        config = self.config
+        config, alike = self.config, self.sessions.of_layout(layout)
         most = config.max_sessions if self.cannot_park else config.max_open_sessions
-        if len(self.sessions) < most:
-            return
-        detached = [one for one in self.sessions.detached(time.monotonic()) if one is not kept]
+        if len(alike) < (config.batch_streams if layout == "batched" else most):
+            if len(self.sessions) < config.max_open_sessions:
+                return
+            alike = self.sessions.all()
+        detached = [
+            one
+            for one in self.sessions.detached(time.monotonic())
+            if one is not kept and one in alike
+        ]
         if detached:
             oldest = min(detached, key=lambda session: session.used_at)
             await self.close(oldest, why="closed while detached, to make room for another session")
-        elif len(self.sessions) >= config.max_open_sessions:
+        else:
+            self._refuse_one_more()
+
+    def _refuse_one_more(self) -> None:
+        """Raises InsufficientMemory where as many are open as the operator lets be."""
+        config = self.config
+        if len(self.sessions) >= config.max_open_sessions:
             raise InsufficientMemory(
                 f"{len(self.sessions)} sessions are open, as many as max_open_sessions allows, and "
                 "none is detached. Close one, or raise that setting.",

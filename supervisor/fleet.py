@@ -390,12 +390,19 @@ class WorkerKeeper:
         stalled_s = now_s - self._progressed_s
         if self._machine.running and 0 < self.limits.stall_s < stalled_s:
             return f"no progress for {stalled_s:.1f} s (the limit is {self.limits.stall_s:g} s)"
-        # Those queued behind it wait for their turn, cancelled or not: only what runs is judged.
-        running = peer.operations.get(self.heartbeat.busy_op) if self.heartbeat else None
-        if running is not None and running.cancelled_s and self.limits.cancel_s > 0:
-            ignored_s = now_s - running.cancelled_s
-            if ignored_s > self.limits.cancel_s:
-                return f"it ignored a cancel for {ignored_s:.1f} s"
+        # Those queued behind what runs wait for their turn, cancelled or not: they aren't judged.
+        # Of several that run, heartbeats name the oldest; others are known by what they have sent.
+        busy_op = self.heartbeat.busy_op if self.heartbeat else 0
+        ignored_s = max(
+            (
+                now_s - one.cancelled_s
+                for one in peer.operations.values()
+                if one.cancelled_s and (one.op_id == busy_op or one.begun)
+            ),
+            default=0.0,
+        )
+        if 0 < self.limits.cancel_s < ignored_s:
+            return f"it ignored a cancel for {ignored_s:.1f} s"
         return ""
 
     def _silence_limit_s(self, peer: Peer) -> float:

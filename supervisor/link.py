@@ -130,6 +130,11 @@ class Operation:
         """Whether the terminal is there; DATA may still wait to be read."""
         return self._machine.ended
 
+    @property
+    def begun(self) -> bool:
+        """Whether the worker is known to have begun it, since it has sent something of it."""
+        return self._seq > 0
+
     async def next(self) -> Payload | None:
         """The next DATA payload, in order; None once all are read and the terminal is there."""
         while not self._data:

@@ -92,6 +92,14 @@ class OpenRequest:
     overflow: str = "refuse"  # refuse | evict
     durable: bool = False  # saved at the end of each turn, and brought back from what was saved
     fresh: bool = False  # … but begun anew
+    layout: str = "isolated"  # isolated | batched
+
+    @property
+    def alone(self) -> bool:
+        """Whether opening it must run with nothing else: what is saved comes back before anyone who
+        attaches by key can send a turn.
+        """
+        return self.layout != "batched" or self.durable
 
 
 @dataclass(frozen=True)
@@ -447,7 +455,11 @@ class ModelSlot(ContextSlot):
         if resident is None:
             return question
         cold = None if self.cannot_park else resident.cold
-        return replace(question, cold_ram_bytes=cold.ram_bytes if cold else 0)
+        return replace(
+            question,
+            cold_ram_bytes=cold.ram_bytes if cold else 0,
+            batched=len(self.sessions.of_layout("batched")),
+        )
 
     async def hypothetical(
         self, model: StoredModel, what: WhatIf
@@ -500,6 +512,9 @@ class ModelSlot(ContextSlot):
         """Open or attach a session, loading the model if policy allows."""
         started = time.monotonic()
         load_s = 0.0
+        if request.layout == "batched":
+            shared = replace(request.capacity, streams=self.config.batch_streams)
+            request = replace(request, capacity=shared)
         while True:
             model = self.find_model(request.model)
             try:
@@ -507,7 +522,7 @@ class ModelSlot(ContextSlot):
                 if attached is not None:
                     return attached
                 load_s += await self.ensure_loaded(model, caller, report, capacity=request.capacity)
-                async with self.hold("", "open", caller) as hold:
+                async with self.hold("", "open", caller, beside=not request.alone) as hold:
                     # Waiting may have changed everything: look again.
                     attached = self._attach(request)
                     if attached is not None:
@@ -542,6 +557,7 @@ class ModelSlot(ContextSlot):
             capacity=request.capacity,
             durable=request.durable,
             overflow=request.overflow,
+            layout=request.layout,
         )
         session.attached = True
         session.used_at = time.monotonic()
@@ -552,10 +568,11 @@ class ModelSlot(ContextSlot):
         assert self.resident is not None
         load = self.resident.load
         _refuse_overflow(request, load)
+        _refuse_layout(request, load)
         if request.durable:
             refuse_unless_saved(model.name, load.capabilities)
             await self._end_before_fresh(request)
-        await self._make_place()
+        await self._make_place(request.layout)
         session_id = self.sessions.new_id()
 
         async def make(planned: Resolution) -> Session:
@@ -578,6 +595,8 @@ class ModelSlot(ContextSlot):
                 free_bytes=planned.free_bytes,
                 compute_bytes=host_buffers(planned),
                 overflow=request.overflow,
+                layout=request.layout,
+                streams=request.capacity.streams,
             )
             _, resolution = await self._make_context(planned, operation)
             return Session(
@@ -592,6 +611,7 @@ class ModelSlot(ContextSlot):
                 opened_at=time.monotonic(),
                 used_at=time.monotonic(),
                 overflow=request.overflow,
+                layout=request.layout,
                 durable=request.durable,
             )
 
@@ -739,6 +759,17 @@ def _refuse_overflow(request: OpenRequest, load: LoadResult) -> None:
             f"Sessions of {request.model!r} can't go on beyond their window: {told.answer}, "
             f"{told.evidence or 'its worker does not say so'}. Open with OVERFLOW_REFUSE.",
             metadata={"capability": "overflow.evict", "model": request.model},
+        )
+
+
+def _refuse_layout(request: OpenRequest, load: LoadResult) -> None:
+    """Raises UnsupportedFeature for a batched session where the load didn't find that it can be."""
+    told = parse_capability("layout.batched", load.capabilities.get("layout.batched", ""))
+    if request.layout == "batched" and told.answer != "yes":
+        raise UnsupportedFeature(
+            f"Sessions of {request.model!r} can't share a context: {told.answer}, "
+            f"{told.evidence or 'its worker does not say so'}. Open with LAYOUT_ISOLATED.",
+            metadata={"capability": "layout.batched", "model": request.model},
         )
 
 

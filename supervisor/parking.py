@@ -26,13 +26,15 @@ def idle(
     sessions: Iterable[Session], busy: Collection[str], kept: Collection[str]
 ) -> list[Session]:
     """Those that may be parked, the least recently used first: attached or not, but with nothing
-    running, waiting or between a turn's parts (``busy``), and not among ``kept``.
+    running, waiting or between a turn's parts (``busy``), and not among ``kept``. A batched session
+    gives no memory back by itself.
     """
     return sorted(
         (
             session
             for session in sessions
             if not session.parked
+            and not session.batched
             and not session.operations
             and session.session_id not in busy
             and session.session_id not in kept

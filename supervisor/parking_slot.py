@@ -91,7 +91,8 @@ class ParkingSlot(SlotCore):
             refusal: InsufficientMemory | None = None
             try:
                 planned = self.plan.resolve(question, machine)
-                full = self.sessions.resident >= self.config.max_sessions
+                # Streams are beside the contexts that are counted.
+                full = not request.streams and self.sessions.contexts >= self.config.max_sessions
                 if not full or not self._idle(stays):
                     return await make(planned)
             except InsufficientMemory as error:
@@ -116,6 +117,8 @@ class ParkingSlot(SlotCore):
             resident = self.resident
             if resident is None or error.metadata.get("cause") == "state":  # no context's lack
                 raise
+            if session.batched:  # no other stream is to be had by parking
+                raise
             if not self._idle({session.session_id}):
                 raise
         window = session.resolution.numbers.effective.tokens
@@ -128,9 +131,13 @@ class ParkingSlot(SlotCore):
             )
 
     def _idle(self, kept: set[str]) -> list[Session]:
+        """Who may be parked, in that order: who only waits for its turn comes after who is idle."""
         if self.cannot_park:
             return []
-        return parking.idle(self.sessions.all(), self.queue.sessions(), kept)
+        sessions = self.sessions.all()
+        idle = parking.idle(sessions, self.queue.sessions(), kept)
+        passed = kept | {one.session_id for one in idle}
+        return [*idle, *parking.idle(sessions, self.queue.running(), passed)]
 
     def _fits(self, question: Question, machine: MachineReading, spare: list[Session]) -> bool:
         """Whether it would be planned with all of these parked."""

@@ -66,9 +66,11 @@ class Question:
     companions: Companions = field(default_factory=Companions)
     alternatives: tuple[ModelFacts, ...] = ()
     cold_ram_bytes: int | None = None  # of a resident model's cold store; None: the settings'
+    batched: int = 0  # of the slot's sessions: max_sessions doesn't count them
 
     def policy(self, config: Config) -> CapacityPolicy:
         policy = config.capacity_policy()
+        policy = replace(policy, max_sessions=policy.max_sessions + self.batched)
         if self.cold_ram_bytes is None:
             return policy
         bound = min(policy.cold_budget_bytes, self.cold_ram_bytes)

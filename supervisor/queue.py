@@ -1,8 +1,9 @@
 """Who holds a slot, and who is next: fair turns, exclusive operations, turns kept across calls.
 
 Round-robin among sessions, first come first served within one; exclusive operations take a place
-of their own in the round and wait for the running set to be empty. Runs on one event loop, does no
-I/O, and knows nothing of models, engines or gRPC.
+of their own in the round and wait for the running set to be empty. Operations that may run beside
+each other do, one of each session; nobody passes one that must wait for them. Runs on one event
+loop, does no I/O, and knows nothing of models, engines or gRPC.
 """
 
 from __future__ import annotations
@@ -41,12 +42,19 @@ class Hold:
     """A place in the running set. Release it exactly when the operation is over; idempotent."""
 
     def __init__(
-        self, queue: TurnQueue, session: str, operation: str, exclusive: bool, since: float
+        self,
+        queue: TurnQueue,
+        session: str,
+        operation: str,
+        exclusive: bool,
+        since: float,
+        beside: bool = False,
     ) -> None:
         self._queue = queue
         self.session = session
         self.operation = operation
         self.exclusive = exclusive
+        self.beside = beside
         self.since = since  # loop time at which the slot was granted
         self.waited_s = 0.0
         self.resumed = False  # taken up again from a parked turn
@@ -87,10 +95,12 @@ class _Waiter:
         on_position: OnPosition | None,
         since: float,
         future: asyncio.Future[Hold],
+        beside: bool,
     ) -> None:
         self.session = session
         self.operation = operation
         self.exclusive = exclusive
+        self.beside = beside
         self.turn_id = turn_id
         self.on_position = on_position
         self.since = since
@@ -104,10 +114,17 @@ class TurnQueue:
     """The queue of one slot. Every method must be called on the loop that runs it."""
 
     def __init__(
-        self, limit: int, *, max_running: int = 1, deadline_margin_s: float = 0.25
+        self,
+        limit: int,
+        *,
+        max_running: int = 1,
+        max_beside: int = 1,
+        deadline_margin_s: float = 0.25,
     ) -> None:
+        """``max_beside``: of those that may run beside each other, as many do at most."""
         self._limit = limit
         self._max_running = max_running
+        self._max_beside = max_beside
         self._margin_s = deadline_margin_s
         self._running: dict[Hold, None] = {}  # a set that keeps its order
         # Parties in the order of their turn; a party that was served goes to the end. Newcomers
@@ -127,11 +144,14 @@ class TurnQueue:
         no_wait: bool = False,
         deadline: float | None = None,
         exclusive: bool = False,
+        beside: bool = False,
         turn_id: str = "",
         on_position: OnPosition | None = None,
     ) -> Hold:
         """Wait for the slot and return a Hold.
 
+        ``beside``: it may run together with other such operations, of other sessions; all others
+        run when nothing does, a turn that is kept between its calls included.
         ``deadline`` is loop time in seconds. ``on_position(position, holder_operation,
         holder_age_s)`` is called when waiting starts and when the position (1: next) changes; it
         must not call the queue. Raises ModelBusy at once with ``no_wait`` or when the queue is
@@ -145,14 +165,15 @@ class TurnQueue:
         resumed = self._resume(session, operation, turn_id)
         if resumed is not None:
             return resumed
-        if not self._ring and self._admits(exclusive):
-            return self._grant(session, operation, exclusive, now)
+        passes = all(self._steps_aside(waiters[0]) for waiters in self._ring.values())
+        if passes and self._admits(session, exclusive, beside):
+            return self._grant(session, operation, exclusive, now, beside)
         if no_wait:
             raise self._busy(self._queued + 1, "and the caller asked not to wait")
         if self._queued >= self._limit:
             raise self._busy(self._queued + 1, f"and the queue is full at {self._limit} calls")
         waiter = _Waiter(
-            session, operation, exclusive, turn_id, on_position, now, loop.create_future()
+            session, operation, exclusive, turn_id, on_position, now, loop.create_future(), beside
         )
         self._ring.setdefault(waiter.party, deque()).append(waiter)
         self._queued += 1
@@ -193,8 +214,13 @@ class TurnQueue:
 
     def sessions(self) -> set[str]:
         """Whose operations run or wait, turns kept between their calls included."""
-        running = {hold.session for hold in self._running}
-        return running | {waiter.session for waiters in self._ring.values() for waiter in waiters}
+        return self.running() | {
+            waiter.session for waiters in self._ring.values() for waiter in waiters
+        }
+
+    def running(self) -> set[str]:
+        """Those whose operations run, turns kept between their calls included."""
+        return {hold.session for hold in self._running}
 
     async def quiet(self) -> None:
         """Wait until nothing holds the slot."""
@@ -215,40 +241,60 @@ class TurnQueue:
 
     # --- granting ----------------------------------------------------------------------------
 
-    def _admits(self, exclusive: bool) -> bool:
+    def _admits(self, session: str, exclusive: bool, beside: bool) -> bool:
         if exclusive:
             return not self._running
+        if beside:
+            return len(self._running) < self._max_beside and all(
+                hold.beside and hold.session != session for hold in self._running
+            )
         return len(self._running) < self._max_running and not any(
-            hold.exclusive for hold in self._running
+            hold.exclusive or hold.beside for hold in self._running
         )
 
-    def _grant(self, session: str, operation: str, exclusive: bool, now: float) -> Hold:
-        hold = Hold(self, session, operation, exclusive, now)
+    def _steps_aside(self, waiter: _Waiter) -> bool:
+        """Whether it waits for its own session alone, so that others may go on meanwhile."""
+        return (
+            waiter.beside
+            and not waiter.future.done()
+            and any(hold.session == waiter.session for hold in self._running)
+            and all(hold.beside for hold in self._running)
+        )
+
+    def _grant(
+        self, session: str, operation: str, exclusive: bool, now: float, beside: bool = False
+    ) -> Hold:
+        hold = Hold(self, session, operation, exclusive, now, beside)
         self._running[hold] = None
         self._quiet.clear()
         return hold
 
     def _pump(self) -> None:
         """Admit whoever is next, as long as there is room."""
-        while self._ring:
-            party = next(iter(self._ring))
-            waiters = self._ring[party]
-            if waiters[0].future.done():  # cancelled, but its task has not run since
-                self._remove(waiters[0])
-                continue
-            # Nobody passes an exclusive operation whose turn it is: that would starve it.
-            if not self._admits(waiters[0].exclusive):
-                break
-            waiter = waiters.popleft()
+        while (waiter := self._next()) is not None:
+            waiters = self._ring.pop(waiter.party)
+            waiters.popleft()
             self._queued -= 1
-            del self._ring[party]
             if waiters:
-                self._ring[party] = waiters  # to the end of the round
-            self._hand(
-                waiter,
-                self._grant(waiter.session, waiter.operation, waiter.exclusive, self._now()),
+                self._ring[waiter.party] = waiters  # to the end of the round
+            hold = self._grant(
+                waiter.session, waiter.operation, waiter.exclusive, self._now(), waiter.beside
             )
+            self._hand(waiter, hold)
         self._tell_positions()
+
+    def _next(self) -> _Waiter | None:
+        """Who can be admitted now. Nobody passes one whose turn it is and who can't be, an
+        exclusive operation say: that would starve it.
+        """
+        for waiters in list(self._ring.values()):
+            while waiters and waiters[0].future.done():  # cancelled, its task has not run since
+                self._remove(waiters[0])
+            if not waiters or self._steps_aside(waiters[0]):
+                continue
+            first = waiters[0]
+            return first if self._admits(first.session, first.exclusive, first.beside) else None
+        return None
 
     def _hand(self, waiter: _Waiter, hold: Hold) -> None:
         hold.waited_s = self._now() - waiter.since
@@ -295,7 +341,7 @@ class TurnQueue:
         """The next part gets a hold of its own; the old one no longer releases anything."""
         self._unpark(parked)
         del self._running[parked]
-        hold = self._grant(parked.session, operation, parked.exclusive, parked.since)
+        hold = self._grant(parked.session, operation, parked.exclusive, parked.since, parked.beside)
         hold.resumed = True
         return hold
 

@@ -61,9 +61,14 @@ class Session:
     resumed_tokens: int = 0  # brought back from the cold store, over all resumes
     back: Back | None = None  # of the last resume, what no answer has told yet
     overflow: str = "refuse"  # refuse | evict
+    layout: str = "isolated"  # isolated | batched: its turns run beside others' of the batch
     durable: bool = False  # saved at the end of each turn
     saved_unix_ms: int = 0  # when it was saved last; 0: not yet
     saved_tokens: int = 0  # whose KV was saved then
+
+    @property
+    def batched(self) -> bool:
+        return self.layout == "batched"
 
     def forked(
         self, session_id: str, key: str, resolution: Resolution, resident: int, now: float
@@ -115,6 +120,18 @@ class SessionRegistry:
     def resident(self) -> int:
         """How many have a context: all but those that are parked."""
         return sum(not session.parked for session in self._open.values())
+
+    def of_layout(self, layout: str) -> list[Session]:
+        return [session for session in self._open.values() if session.layout == layout]
+
+    @property
+    def contexts(self) -> int:
+        """How many have a context of their own."""
+        return sum(not one.parked for one in self.of_layout("isolated"))
+
+    def is_batched(self, session_id: str) -> bool:
+        session = self._open.get(session_id)
+        return session is not None and session.batched
 
     def bumped(self, generation: int, cause: str) -> None:
         """The slot has a new generation: every session of an older one is gone."""
@@ -218,6 +235,7 @@ def check_attach(
     capacity: CapacityRequest,
     durable: bool = False,
     overflow: str = "refuse",
+    layout: str = "isolated",
 ) -> None:
     """Whether a caller may attach by key; raises ManifestMismatch naming what differs.
 
@@ -239,6 +257,7 @@ def check_attach(
         ),
         "durable": (durable, session.durable),
         "overflow": (overflow, session.overflow),
+        "layout": (layout, session.layout),
     }
     for name, (asked, actual) in wanted.items():
         if asked != actual:

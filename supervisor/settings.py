@@ -121,6 +121,10 @@ SETTINGS: tuple[Setting, ...] = (
         "max_sessions", "int", 8, "sessions that hold a context at once on a slot", 1, MAX_SESSIONS
     ),
     Setting(
+        "batch_streams", "int", 4,
+        "sessions of the batched layout that share a context, whose turns run together", 1, 64,
+    ),
+    Setting(
         "max_open_sessions", "int", 64, "sessions open at once on a slot, parked ones included",
         1, MAX_OPEN_SESSIONS,
     ),

@@ -121,8 +121,8 @@ class SlotCore:
         self.plan = SlotPlan(config, store, planning, holdings)
         self.keeper: WorkerKeeper  # set by attach_keeper, which the daemon calls at once
         self.quarantine = QuarantineLedger()
-        self.machine = SlotMachine(self.quarantine)
-        self.queue = TurnQueue(config.queue_limit)
+        self.machine = SlotMachine(self.quarantine, max_running_turns=config.batch_streams)
+        self.queue = TurnQueue(config.queue_limit, max_beside=config.batch_streams)
         self.sessions = SessionRegistry(
             backend, session_ttl_s=config.session_ttl_s, detach_after_s=DETACH_AFTER_S
         )
@@ -247,16 +247,23 @@ class SlotCore:
         caller: Caller,
         *,
         exclusive: bool = False,
+        beside: bool | None = None,
         turn_id: str = "",
         keep_turn: bool = False,
     ) -> AsyncIterator[Hold]:
-        """The slot for one operation. With ``turn_id`` and ``keep_turn`` it stays for that turn."""
+        """The slot for one operation. With ``turn_id`` and ``keep_turn`` it stays for that turn.
+
+        ``beside``: together with what batched sessions do; None: if the session is one.
+        """
+        if beside is None:
+            beside = not exclusive and self.sessions.is_batched(session)
         hold = await self.queue.acquire(
             session=session,
             operation=operation,
             no_wait=caller.no_wait,
             deadline=caller.deadline,
             exclusive=exclusive,
+            beside=beside,
             turn_id=turn_id,
             on_position=caller.on_position,
         )

@@ -384,6 +384,16 @@ def host_buffers(planned: Resolution) -> int:
     return planned.compute_bytes if not planned.gpu_layers else 0
 
 
+def one_stream(planned: Resolution) -> Resolution:
+    """Of a plan for sessions that share a context, what is one session's; any other as it is."""
+    streams = max(1, planned.streams)
+    return replace(
+        planned,
+        kv_bytes=planned.kv_bytes // streams,
+        compute_bytes=planned.compute_bytes // streams,
+    )
+
+
 def _by_device(placed: Iterable[PlacedOut], ids: Mapping[str, str]) -> dict[str, int]:
     return {
         ids[row.device]: row.kv_bytes + row.compute_bytes

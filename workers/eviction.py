@@ -308,11 +308,8 @@ def _parked(session: Session, pool: ContextPool, lost: Ranges) -> list[Stored]:
     attended = session.layout.attended(session.length)
     at = placed(attended, lost)
     parking.park_range(entry, at[0][0], at[-1][1], entry.ranks)
-    # A block that what is retained reaches into holds more than the conversation.
     held = _resident(session)
-    most = held if held == len(entry) else held // BLOCK_TOKENS * BLOCK_TOKENS
-    begins = range(0, most, BLOCK_TOKENS)
-    bounds = [(begin, min(begin + BLOCK_TOKENS, most)) for begin in begins]
+    bounds = [(b, min(b + BLOCK_TOKENS, held)) for b in range(0, held, BLOCK_TOKENS)]
     keys = token_chains(session.kv_digest, entry.tokens, [end for _, end in bounds])
     stored = []
     for (begin, end), key in zip(bounds, keys, strict=True):

@@ -16,6 +16,7 @@ from modeld.client import (
     ContextReport,
     InvalidRequest,
     ResidentBlock,
+    Restored,
     Session,
     SnapshotInfo,
     SnapshotNotFound,
@@ -101,18 +102,19 @@ def snapshot(settings: Settings, key: str, label: str) -> None:
 def restore(settings: Settings, key: str, snapshot_id: str) -> None:
     """Make the session of KEY what the snapshot holds, in the place of what it has.
 
-    A session is opened under KEY, like the one that was saved, where none is open. A conversation
-    that `run --session KEY` keeps reads its next prompt only from where it differs.
+    A session is opened under KEY, like the one that was saved, where none is open. The text of a
+    conversation (`run --session KEY`) goes back with it: what was said after the snapshot's last
+    answer is no longer in it. Fork the session first to keep both.
     """
     with connect(settings) as client:
         kept = snapshot_of(client, snapshot_id)
         if any(s.session_key == key for s in client.sessions()):
             with attached(client, key) as session:
-                restored = session.restore(snapshot_id)
+                restored = _restored(settings, session, key, snapshot_id)
         else:
             session = _opened_like(client, kept, key)
             try:
-                restored = session.restore(snapshot_id)
+                restored = _restored(settings, session, key, snapshot_id)
             except BaseException:
                 session.close()
                 raise
@@ -125,6 +127,22 @@ def restore(settings: Settings, key: str, snapshot_id: str) -> None:
             f"{key} holds {count(restored.tokens)} tokens of {snapshot_id} "
             f"({seconds(restored.seconds)}, {exact})"
         )
+
+
+def _restored(settings: Settings, session: Session, key: str, snapshot_id: str) -> Restored:
+    """The session's restore, and its conversation's text back with it."""
+    path = conversations.path_of(settings.root, key)
+    kept: conversations.Conversation | None = None
+    if path.exists():  # read first: what can't be used is refused before anything changes
+        prompt_format = session.identity.prompt_format
+        kept = conversations.load(settings.root, key, prompt_format, session.model)
+    restored = session.restore(snapshot_id)
+    if kept is not None:
+        later = kept.back_to(set(restored.generated_turn_ids), session.handle.session_id)
+        conversations.save(settings.root, key, kept)
+        if later:
+            note(f"{count(later)} later exchange(s) are no longer in {path}")
+    return restored
 
 
 def _opened_like(client: Client, kept: SnapshotInfo, key: str) -> Session:

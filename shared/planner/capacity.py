@@ -14,6 +14,8 @@ How the numbers are defined where a definition was needed:
 * Without a memory reading, of the host or of where the model lives, ``memory_fit`` is unknown,
   nothing is refused for memory, and the window is what was asked or else the floor, within the
   ceiling.
+* Where several sessions share a context (``CapacityRequest.streams``), what is planned is room for
+  all of them: KV for as many windows and one compute buffer. ``effective`` is one session's.
 * ``planner`` adds to ``effective`` the tokens whose KV the host's memory holds parked: within the
   policy's cold budget, and within what the plan leaves free. Unknown memory holds none.
 """
@@ -189,14 +191,15 @@ def _measured(plan: DevicePlan, measured: Mapping[str, tuple[int, int]]) -> Devi
 def _resolution(decision: Decision, spread: Spread) -> Resolution:
     problem, layout, allocated = decision.problem, decision.layout, decision.allocated
     use, policy = problem.use, problem.policy
-    sessions = use.sessions + layout.max_count(spread, policy.max_sessions)
+    streams = problem.request.streams
+    sessions = use.sessions + (streams or layout.max_count(spread, policy.max_sessions))
     cold = _cold_budget(decision, spread)
     return Resolution(
         numbers=_six(
             problem,
             decision.window,
             decision.memory_fit,
-            decision.held + allocated,
+            decision.held + decision.costs.streams * allocated,
             _tokens_parked(decision.costs, cold),
         ),
         budget=(
@@ -209,7 +212,7 @@ def _resolution(decision: Decision, spread: Spread) -> Resolution:
         compute_bytes=spread.compute,
         weights_bytes=spread.weights,
         placement=placement_word(layout, spread),
-        max_sessions=min(policy.max_sessions, sessions),
+        max_sessions=min(policy.max_sessions + streams, sessions),
         allocated=allocated,
         free_bytes=_to_free(layout, spread, use.cold_bytes),
         cold_bytes=cold,
@@ -218,6 +221,7 @@ def _resolution(decision: Decision, spread: Spread) -> Resolution:
         devices=device_plans(layout, spread),
         shed=bool(layout.devices) and not layout.fixed and spread.gpu_layers < layout.total,
         findings=remarks(problem, spread.gpu_layers),
+        streams=streams,
     )
 
 
@@ -317,7 +321,7 @@ def _blind(problem: Problem) -> Resolution:
     there = max(0, use.gpu_layers)
     whole = there > len(costs.shape_of)
     return Resolution(
-        numbers=_six(problem, window, unknown, use.cells + allocated, parked=0),
+        numbers=_six(problem, window, unknown, use.cells + costs.streams * allocated, parked=0),
         budget=(
             BudgetRow("free", memory.available_bytes if memory.known else 0, problem.blind),
             BudgetRow("weights", facts.weights_bytes),
@@ -335,4 +339,5 @@ def _blind(problem: Problem) -> Resolution:
         gpu_layers=there,
         tensor_split=use.tensor_split if there else (),
         findings=remarks(problem, there),
+        streams=request.streams,
     )

@@ -48,12 +48,17 @@ class Costs:
         k_type: str,
         v_type: str,
         measure: EngineMeasure = NO_MEASURE,
+        streams: int = 1,
     ) -> None:
+        """``streams``: of one context, each of the window that is asked about. Their KV adds up,
+        and one buffer serves them.
+        """
         self.facts = facts
         self.policy = policy
         self.k_type = k_type
         self.v_type = v_type
         self.measure = measure
+        self.streams = streams
         self.paged = facts.model_type == "openvino"
         self.pad = openvino_kv.BLOCK_TOKENS if self.paged else PAD_CELLS
         counts: dict[LayerFacts, int] = {}
@@ -145,8 +150,8 @@ class Costs:
         those differ.
         """
         if not self._kv_points or tokens <= 0:
-            return self.formula_kv(tokens)
-        return _corrected_kv(self._kv_points, self.formula_kv, tokens)
+            return self.streams * self.formula_kv(tokens)
+        return self.streams * _corrected_kv(self._kv_points, self.formula_kv, tokens)
 
     def compute(self, tokens: int) -> int:
         """The compute buffer of one context: the estimate, corrected by what was measured."""
@@ -190,10 +195,12 @@ class Costs:
     def notes(self, tokens: int) -> tuple[str, BudgetRow | None]:
         """What to say of the KV, and the row that shows a correction of the compute buffer."""
         said = []
+        if self.streams > 1:
+            said.append(f"of {self.streams} streams that share one context")
         if self.facts.unknown_pattern:
             said.append("window pattern unknown: every layer as full attention")
         if self._kv_points:
-            by = self.formula_kv(tokens)
+            by = self.streams * self.formula_kv(tokens)
             said.append(f"as the engine reports it ({self.measure.source}); arithmetic says {by}")
         if not self._compute_points:
             return "; ".join(said), None

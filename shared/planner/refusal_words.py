@@ -38,6 +38,8 @@ def explain_refusal(numbers: dict[str, object]) -> str:
         if numbers[key]
     )
     contexts = "{kv_bytes} KV + {compute_bytes} compute"
+    if numbers.get("streams"):
+        contexts = "{streams} streams of one context with " + contexts
     if numbers["sessions"] != 1:
         contexts = f"{{sessions}} sessions of {contexts}"
     text = (
@@ -79,6 +81,7 @@ def _advice(numbers: dict[str, object]) -> Iterator[str]:
     if numbers["elsewhere_bytes"]:
         yield "unload the other backend's model"
     for key, advice in (
+        ("layout_that_fits", "open an isolated session"),
         ("k_type_that_fits", "ask for k_type {k_type_that_fits}"),
         ("sessions_that_fit", "ask for room for {sessions_that_fit} sessions"),
         (
@@ -89,5 +92,5 @@ def _advice(numbers: dict[str, object]) -> Iterator[str]:
         ("limit_that_fits", "raise the limit"),
         ("bytes_to_free", "free memory"),
     ):
-        if numbers[key]:
+        if numbers.get(key):
             yield advice

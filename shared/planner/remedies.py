@@ -121,6 +121,9 @@ def _numbers(decision: Decision, short: _Short, remedies: tuple[Remedy, ...]) ->
         "limit_that_fits": value.get("device_limit", value.get("user_limit", "")),
         "remedies": "; ".join(remedy.text for remedy in remedies),
     }
+    if problem.request.streams:
+        numbers["streams"] = problem.request.streams
+        numbers["layout_that_fits"] = value.get("layout", "")
     if decision.layout.devices:
         numbers.update(_place_numbers(decision.layout, short.spread))
     return numbers
@@ -253,6 +256,8 @@ def _by_request(decision: Decision) -> Iterator[Remedy]:
     largest = min([decision.fits, *(tokens for tokens, _ in ceilings)])
     if largest > 0 and admits(replace(problem, request=replace(request, window=largest))):
         yield Remedy("window", str(largest), f"ask for at most {largest} tokens")
+    if request.streams > 1 and admits(replace(problem, request=replace(request, streams=0))):
+        yield Remedy("layout", "isolated", "open an isolated session")
     # Values stay as they are: their quantisation needs flash attention, which is off. Where both
     # are one row, neither can change.
     for kv_type in NARROWER_TYPES.get(problem.facts.model_type, ()):

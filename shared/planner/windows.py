@@ -67,7 +67,8 @@ class Problem:
 
     def costs(self) -> Costs:
         request = self.request
-        return Costs(self.facts, self.policy, request.k_type, request.v_type, self.measure)
+        streams = max(1, request.streams)
+        return Costs(self.facts, self.policy, request.k_type, request.v_type, self.measure, streams)
 
     def check(self) -> None:
         """Raises InvalidRequest for what no machine could be asked."""
@@ -208,7 +209,8 @@ def decide(problem: Problem) -> Decision:
     if any(place.budget != place.as_is for place in (there.host, *there.devices)):
         as_is = there.fit(reclaim=False)
     evicted = reclaimable_cells(use)
-    cells = max(use.cells + as_is, use.cells - evicted + fits_one)
+    streams = costs.streams
+    cells = max(use.cells + streams * as_is, use.cells - evicted + streams * fits_one)
     return Decision(
         problem,
         costs,
@@ -245,7 +247,8 @@ def _window(problem: Problem, layout: Layout, need: int, fits: int) -> tuple[Num
         )
         return window, layout.spread(round_up(window.tokens, pad), need)
     floor = min([policy.floor_window, *(tokens for tokens, _ in ceilings)])
-    others = need if request.sessions else max(1, policy.sessions_share - problem.use.sessions)
+    share = max(1, policy.sessions_share - problem.use.sessions)
+    others = need if request.sessions else -(-share // layout.costs.streams)
     whole = replace_shed(layout)
     share = whole.fit(others)
     memory_bound = (share, memory_reason(facts, whole, share))
@@ -332,7 +335,7 @@ def _without_limits(layout: Layout) -> Layout | None:
 
 
 def _memory_number(facts: ModelFacts, layout: Layout, cells: int, fits: int) -> Number:
-    """``cells`` of the slot in all, of which ``fits`` are still to be had."""
+    """``cells`` of the slot in all; contexts of ``fits`` tokens a stream are still to be had."""
     reason = memory_reason(facts, layout, fits)
     if reason is Reason.UNKNOWN_PATTERN:
         return Number(cells, reason, _bound(layout, fits), cells)
@@ -342,9 +345,11 @@ def _memory_number(facts: ModelFacts, layout: Layout, cells: int, fits: int) -> 
         lifted = _without_limits(layout) if reason is Reason.USER_LIMIT else None
         if lifted is None:
             return Number(cells, reason)
-        return Number(cells, reason, Reason.MEMORY, cells - fits + lifted.fit())
+        more = layout.costs.streams * (lifted.fit() - fits)
+        return Number(cells, reason, Reason.MEMORY, cells + more)
     other = layout.host.budget.other_arm()
     if other is None:
         return Number(cells, reason)
     there = layout.with_places(replace(layout.host, budget=other), ())
-    return Number(cells, reason, other.bound, cells - fits + there.fit())
+    more = layout.costs.streams * (there.fit() - fits)
+    return Number(cells, reason, other.bound, cells + more)

@@ -117,6 +117,7 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
             overflow="evict" if request.overflow == pb.OVERFLOW_EVICT else "refuse",
             durable=request.durable,
             fresh=request.fresh,
+            layout="batched" if request.layout == pb.LAYOUT_BATCHED else "isolated",
         )
         opened = await (slot.open(wanted, caller, report) if report else slot.open(wanted, caller))
         session = opened.session
@@ -166,6 +167,7 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
                     parked=s.parked,
                     durable=s.durable,
                     overflow=f"OVERFLOW_{s.overflow.upper()}",
+                    layout=f"LAYOUT_{s.layout.upper()}",
                     saved_unix_ms=s.saved_unix_ms,
                 )
                 for slot in self.services.slots.values()
@@ -560,8 +562,6 @@ def _takes_images(capabilities: Iterable[Capability]) -> bool:
 def _refuse_unserved(request: pb.OpenSessionRequest, backend: str) -> None:
     if request.overflow == pb.OVERFLOW_EVICT and request.window:
         sizes_of(request.window)
-    if request.layout == pb.LAYOUT_BATCHED:
-        raise unsupported("layout.batched", "Open with LAYOUT_ISOLATED.")
     if request.durable and not request.session_key:
         raise InvalidRequest.of(
             "session_key", "", "a key with durable", "It names what the next open brings back."

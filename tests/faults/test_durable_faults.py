@@ -33,7 +33,8 @@ SEED = int(os.environ.get("MODELD_DURABLE_SEED", "1"))
 SETTINGS: dict[str, Any] = {"n_ubatch": 64, "max_sessions": 8}
 WINDOW = 2048
 ANSWER_TOKENS = 24
-STRIKES = 0.3  # share of the attempts at a turn that a kill comes with
+EVERY = 3  # turns of a session, the first attempt at one of them comes with a kill; and of others
+STRIKES = 0.15  # this share
 ANOTHER_TALK = 10  # turns after which a session's conversation begins anew: the window has an end
 # What a call may meet while everything around it is killed and started again.
 LOSSES: tuple[type[Exception], ...] = (
@@ -173,6 +174,7 @@ class Conversation:
     answers: list[list[int]] = field(default_factory=list)
     saved: list[Told] = field(default_factory=list)
     reopened: int = 0
+    attempted: int = -1  # the turn that was tried last
     unsaved: int = 0  # answers of which the final record said that they weren't
     unseen: int = 0  # answers that were saved, and whose end never arrived
 
@@ -180,7 +182,9 @@ class Conversation:
         client = session = None
         while len(self.answers) < self.turns:
             delay_s = self.random.uniform(0, 2 * self.typical_s)
-            with self.killer.at_work(delay_s if self.random.random() < STRIKES else None):
+            first_try, self.attempted = self.attempted < len(self.answers), len(self.answers)
+            strikes = (first_try and self.attempted % EVERY == 0) or self.random.random() < STRIKES
+            with self.killer.at_work(delay_s if strikes else None):
                 try:
                     if session is None:
                         client = self.killer.client()

@@ -27,6 +27,7 @@ from modeld.client import (
     Session,
     SessionClosed,
     SessionNotFound,
+    SnapshotNotFound,
     StaleFence,
     StopReason,
     Tokens,
@@ -550,32 +551,35 @@ def test_a_type_that_the_engine_does_not_have_is_refused_with_those_that_it_has(
 
 # --- what is not served yet ----------------------------------------------------------------------
 
-UNSERVED_CALLS: list[tuple[str, Any, str]] = [
-    ("Snapshot", pb.SnapshotRequest(), "snapshot"),
-    ("Restore", pb.RestoreRequest(), "snapshot"),
-    ("ListSnapshots", pb.ListSnapshotsRequest(), "snapshot"),
-    ("DeleteSnapshot", pb.DeleteSnapshotRequest(), "snapshot"),
-    ("Admit", pb.AdmitRequest(), "cold_store"),
-    ("Embed", pb.EmbedRequest(model=MODEL, texts=["a"]), "embed"),
-]
+
+def test_embedding_by_a_model_that_generates_names_the_capability(stubs: Stubs) -> None:
+    with pytest.raises(UnsupportedFeature) as refused:
+        stubs.unary(stubs.sessions.Embed, pb.EmbedRequest(model=MODEL, texts=["a"]))
+    assert refused.value.metadata["capability"] == "embed"
 
 
-@pytest.mark.parametrize(("method", "request_", "capability"), UNSERVED_CALLS)
-def test_calls_not_served_name_the_capability(
-    stubs: Stubs, method: str, request_: Any, capability: str
+@pytest.mark.parametrize(
+    ("method", "request_", "refusal"),
+    [
+        ("Snapshot", pb.SnapshotRequest(), InvalidRequest),
+        ("Restore", pb.RestoreRequest(), InvalidRequest),
+        ("Admit", pb.AdmitRequest(), InvalidRequest),
+        ("Fork", pb.ForkRequest(), InvalidRequest),
+        ("DeleteSnapshot", pb.DeleteSnapshotRequest(), SnapshotNotFound),
+    ],
+)
+def test_calls_that_name_nothing_are_refused(
+    stubs: Stubs, method: str, request_: Any, refusal: type[Exception]
 ) -> None:
-    with pytest.raises(UnsupportedFeature) as refused:
+    with pytest.raises(refusal):
         stubs.unary(getattr(stubs.sessions, method), request_)
-    assert refused.value.metadata["capability"] == capability
 
 
-def test_streams_not_served_name_the_capability(stubs: Stubs) -> None:
-    with pytest.raises(UnsupportedFeature) as refused:
+def test_streams_that_carry_nothing_are_refused(stubs: Stubs) -> None:
+    with pytest.raises(SnapshotNotFound):
         stubs.stream(stubs.sessions.ExportSnapshot, pb.ExportSnapshotRequest())
-    assert refused.value.metadata["capability"] == "snapshot"
-    with pytest.raises(UnsupportedFeature) as refused:
+    with pytest.raises(InvalidRequest):
         stubs.unary(stubs.sessions.ImportSnapshot, iter([pb.SnapshotChunk()]))
-    assert refused.value.metadata["capability"] == "snapshot"
     with pytest.raises(UnsupportedFeature) as refused:
         stubs.unary(stubs.models.PushModel, iter([model_pb2.PushModelChunk()]))
     assert refused.value.metadata["capability"] == "push_model"
@@ -591,19 +595,11 @@ def test_refusals_carry_the_contracts_grpc_codes(stubs: Stubs) -> None:
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-@pytest.mark.parametrize(
-    ("options", "capability"),
-    [
-        ({"overflow": "evict"}, "overflow.evict"),
-        ({"layout": "batched"}, "layout.batched"),
-    ],
-)
-def test_open_options_not_served_name_the_capability(
-    client: Client, options: dict[str, Any], capability: str
-) -> None:
-    with pytest.raises(UnsupportedFeature) as refused:
-        client.open_session(MODEL, **options)
-    assert refused.value.metadata["capability"] == capability
+def test_a_window_too_small_to_evict_in_is_refused(client: Client) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        client.open_session(MODEL, window=1023, overflow="evict")
+    assert refused.value.metadata["field"] == "window"
+    assert not client.sessions()
 
 
 def test_adapters_and_images_name_their_capability(
@@ -628,10 +624,11 @@ def test_tools_that_the_template_would_drop_are_refused(chat: Session) -> None:
 
 
 def test_capabilities_say_no_to_what_is_refused(chat: Session) -> None:
-    for name in ("cold_store", "fork", "embed", "overflow.evict", "layout.batched"):
+    for name in ("embed", "vision"):
         assert chat.capabilities[name].answer == "no"
-    assert chat.capabilities["vision"].answer == "no"
-    for name in ("tail_removal", "prefix_copy", "exact_warm", "decode.logprobs"):
+    for name in (
+        "tail_removal", "prefix_copy", "exact_warm", "decode.logprobs", "overflow.evict",
+    ):  # fmt: skip
         assert chat.capabilities[name].answer == "yes"
-    for name in ("snapshot", "durable"):
+    for name in ("snapshot", "durable", "cold_store", "fork", "overflow.evict", "layout.batched"):
         assert chat.capabilities[name].answer == "yes"

@@ -193,7 +193,6 @@ async def ignore(_payload: Payload) -> None:
 
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    monkeypatch.setattr(Worker, "heartbeat", None, raising=False)
     slots = make_slots(tmp_path, monkeypatch)
     shared = DurableSessions(tmp_path, SavedQuota(tmp_path, 0))
     for slot in slots.slots.values():
@@ -603,3 +602,27 @@ async def test_age_removes_what_nobody_used_but_never_what_is_open(
     assert await scene.durable.prune() == (KEY,)
     assert scene.files() == set()
     assert "saved.json" in scene.files("open")
+
+
+async def test_an_open_that_is_given_up_leaves_no_half_restored_session(scene: Scene) -> None:
+    await scene.saved()
+    slot, call, reached = scene.llama.slot, scene.llama.slot.call, asyncio.Event()
+
+    async def waiting(request: Payload, **options: Any) -> Payload:
+        if isinstance(request, RestoreOp):
+            reached.set()
+            await asyncio.Event().wait()
+        return await call(request, **options)
+
+    slot.call = waiting  # type: ignore[method-assign]
+    task = asyncio.ensure_future(scene.open())
+    await reached.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    slot.call = call  # type: ignore[method-assign]
+    await slot.drain()
+    assert len(slot.sessions) == 0
+    opened = await scene.open()
+    assert opened.resumed is not None
+    assert opened.resumed.tokens == TOKENS

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from modeld.client.prompts import GeneratedTurn, Message, Segment, Text, prompt_part, wire_prompt
 from modeld.shared.capacity import CapacityRequest
-from modeld.shared.errors import InvalidRequest, ManifestMismatch
+from modeld.shared.errors import InvalidRequest, ManifestMismatch, UnsupportedFeature
 from modeld.shared.messages import FinalOut, Status
+from modeld.supervisor.model_slot import OpenRequest, _refuse_overflow
 from modeld.supervisor.rpc import convert, residency_calls
 from modeld.supervisor.rpc.session_service import _refuse_unserved
 from modeld.supervisor.sessions import Session, check_attach
@@ -89,6 +92,24 @@ def test_a_window_too_small_to_evict_in_is_refused_before_anything_is_loaded() -
     with pytest.raises(InvalidRequest) as refused:
         _refuse_unserved(pb.OpenSessionRequest(overflow=pb.OVERFLOW_EVICT, window=1000), "llama")
     assert refused.value.metadata["field"] == "window"
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [("no: its cache is its own", "its cache is its own"), ("unknown: not tried", "not tried"),
+     (None, "does not say so")],
+)  # fmt: skip
+def test_a_model_that_cannot_evict_refuses_by_its_capability(told: str | None, why: str) -> None:
+    capabilities = {} if told is None else {"overflow.evict": told}
+    load: Any = SimpleNamespace(capabilities=capabilities)
+    asked = OpenRequest("m", CapacityRequest(), "", "", "raw", overflow="evict")
+    with pytest.raises(UnsupportedFeature) as refused:
+        _refuse_overflow(asked, load)
+    assert refused.value.metadata["capability"] == "overflow.evict"
+    assert why in refused.value.message
+    _refuse_overflow(replace(asked, overflow="refuse"), load)
+    load.capabilities = {"overflow.evict": "yes: tried"}
+    _refuse_overflow(asked, load)
 
 
 def test_an_admission_names_one_thing_and_what_it_names_can_be() -> None:

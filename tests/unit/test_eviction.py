@@ -23,6 +23,7 @@ from modeld.shared.messages import (
     Status,
 )
 from modeld.workers.sampling import Sampler
+from modeld.workers.state_file import token_chains
 from tests.support.core_harness import FakeOp, chat, options, raw, turn_ref
 from tests.support.evicting import Evicting, numbered, pinned, segments
 from tests.support.fake_engine import FakeContext, FakeEngine
@@ -143,6 +144,18 @@ def test_what_went_out_is_parked_or_gone_and_explained_by_class(h: Evicting) -> 
         (end - RECENT, end - 1, "hot", "recent", "generated", True),
     ]
     assert told(told_) == (end - 1 - 469, 469, 0)
+
+
+def test_a_block_that_the_cold_store_lost_is_gone_and_the_others_are_parked(h: Evicting) -> None:
+    final = h.turn(raw(), raw(numbered(1000)), options(100))
+    assert (final.parked, final.gone) == (1025 - SINK - RECENT, 0)
+    keys = token_chains("kv", np.array(h.session().conversation()[:1024], np.int32), [512, 768])
+    assert h.core._parking is not None
+    h.core._parking.store.remove(keys[1])
+    told_ = h.explain()
+    assert (told_.parked, told_.gone) == (1025 - SINK - RECENT - BLOCK, BLOCK)
+    shown = [(b.begin, b.end, b.state) for b in told_.blocks if b.state != "hot"]
+    assert shown == [(256, 512, "parked"), (512, 768, "gone"), (768, 769, "parked")]
 
 
 def test_without_a_cold_store_what_went_out_is_gone() -> None:
@@ -414,9 +427,12 @@ def test_what_a_cancel_left_out_of_an_eviction_is_evaluated_as_it_would_have_bee
     assert 60 < left < RECENT
     stepped: list[int] = []
     step = FakeContext.step
-    monkeypatch.setattr(
-        FakeContext, "step", lambda self, *given: (stepped.append(given[0]), step(self, *given))[1]
-    )
+
+    def counted(self: FakeContext, token: int, position: int) -> None:
+        stepped.append(token)
+        step(self, token, position)
+
+    monkeypatch.setattr(FakeContext, "step", counted)
     h.decode(options(1))
     assert (len(h.session().missing()), stepped) == (1, [])
 
@@ -424,17 +440,14 @@ def test_what_a_cancel_left_out_of_an_eviction_is_evaluated_as_it_would_have_bee
 def test_an_eviction_takes_what_a_closed_session_left_of_the_same_conversation(
     h: Evicting,
 ) -> None:
+    h.suffix(raw(numbered(1000)))
     h.open_evicting("b")
-    op = FakeOp()
-    h.turn(raw(), raw(numbered(1000)), options(40), "b", op)
+    other, mine = FakeOp(), FakeOp()
+    h.turn(raw(), raw(numbered(1000)), options(60), "b", other)
     h.close("b")
-    mine = FakeOp()
-    evaluated = h.engine.evaluated
-    final = h.turn(raw(), raw(numbered(1000)), options(40), op=mine)
-    assert mine.ids == op.ids
-    # One place is taken by the token that was sampled when the window was full.
-    assert final.recomputed < 5
-    assert h.engine.evaluated - evaluated < 1000 + 40
+    final = h.decode(options(60), op=mine)
+    assert mine.ids == other.ids == streamed(h, list(numbered(1000).encode()), 60)
+    assert final.recomputed == 0
     assert h.explain().counters["adopted_contexts"] == 1
     assert h.held() == h.hot(h.session().conversation())
 
@@ -481,6 +494,8 @@ def test_a_stop_sequence_over_an_eviction_leaves_the_text_that_was_shown(h: Evic
     session = h.session()
     assert session.answer_ids == expected[:24]
     assert h.held() == h.hot(prompt + expected[:24])
+    assert session.layout is not None
+    assert session.layout.seen == session.layout.evaluated == 1024
     op = FakeOp()
     h.turn(raw(), segments(numbered(1000), turn_ref("t"), " go on"), options(5), op=op)
     assert len(op.ids) == 5
@@ -505,10 +520,14 @@ def test_penalties_look_back_on_the_conversation_and_not_on_what_is_attended(h: 
             fresh.step(token, len(fresh.tokens))
     # A second decode is primed with the whole, which is mostly out of attention.
     op = FakeOp()
-    h.decode(options(1, **given), op=op)
+    h.decode(options(100, **given), op=op)
     again = Sampler(asked.sampling, h.engine.tokenizer.vocab_size)
     again.prime(tape)
-    assert op.ids == [again.sample(fresh.logits())]
+    for token in op.ids:
+        assert token == again.sample(fresh.logits())
+        again.accept(token)
+        fresh.step(token, len(fresh.tokens))
+    assert len(fresh.tokens) < WINDOW
 
 
 def test_a_constraint_holds_over_an_eviction(h: Evicting) -> None:

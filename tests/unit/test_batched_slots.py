@@ -1,0 +1,371 @@
+"""Batched sessions in a slot: what is planned for them, and who runs with whom."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from modeld.shared.capacity import CapacityRequest
+from modeld.shared.errors import (
+    GenerationStale,
+    InsufficientMemory,
+    ManifestMismatch,
+    ModeldError,
+    SessionFatal,
+    ShuttingDown,
+    UnsupportedFeature,
+)
+from modeld.shared.messages import (
+    CloseOp,
+    ForkOp,
+    LoadResult,
+    OpenOp,
+    OpenResult,
+    ParkOp,
+    Payload,
+    TrimOp,
+)
+from modeld.supervisor import model_slot
+from modeld.supervisor.fleet import Death
+from modeld.supervisor.model_slot import ModelSlot, OpenRequest
+from modeld.supervisor.sessions import Session
+from modeld.supervisor.slot import SlotState
+from modeld.supervisor.slot_core import Caller
+from tests.support.slots import GIB, MIB, Machine, Slots, Worker, make_slots
+
+WINDOW = 4096
+STREAM = WINDOW * 122_880  # bytes
+STREAMS = 4
+
+P = TypeVar("P", bound=Payload)
+
+
+@dataclass
+class BatchedWorker(Worker):
+    """With streams: made together at the first batched open, and kept."""
+
+    layout: str = "yes: tried: exact"
+    streams: dict[str, str] = field(default_factory=dict)  # stream → session, "" if free
+
+    async def recycle(self) -> None:
+        pass
+
+    def _answer(self, payload: Payload) -> Payload:
+        if isinstance(payload, OpenOp) and payload.layout == "batched":
+            if not self.streams:
+                self.streams = {f"stream {n}": "" for n in range(payload.streams)}
+                for stream in self.streams:
+                    self._made(stream, payload.window)
+            return OpenResult(**self._taken(payload.session_id))
+        if isinstance(payload, CloseOp):
+            for stream, owner in self.streams.items():
+                self.streams[stream] = "" if owner == payload.session_id else owner
+        if isinstance(payload, ForkOp) and payload.session_id in self.streams.values():
+            taken = self._taken(payload.new_session_id)
+            return ForkFrom(**taken)
+        if isinstance(payload, TrimOp):
+            self.contexts.setdefault(payload.session_id, 0)
+        answer = super()._answer(payload)
+        if isinstance(answer, LoadResult):
+            answer.capabilities["layout.batched"] = self.layout
+        return answer
+
+    def call(self, generation: int, payload: Payload, credit: int = 0) -> Any:
+        free = [stream for stream, owner in self.streams.items() if not owner]
+        wants = isinstance(payload, ForkOp) or getattr(payload, "layout", "") == "batched"
+        if wants and self.streams and not free:
+            self.refusals[type(payload)] = InsufficientMemory(
+                "All are held.", metadata={"cause": "streams", "streams": len(self.streams)}
+            )
+        else:
+            self.refusals.pop(OpenOp, None)
+        return super().call(generation, payload, credit)
+
+    def _taken(self, session_id: str) -> dict[str, Any]:
+        stream = next(stream for stream, owner in self.streams.items() if not owner)
+        self.streams[stream] = session_id
+        return {
+            "window": self.windows[stream],
+            "kv_bytes": self.contexts[stream],
+            "compute_bytes": 0,
+            "reused_context": False,
+            "retained": 0,
+            **self._totals(),
+        }
+
+
+def ForkFrom(**taken: Any) -> Payload:
+    from modeld.shared.messages import ForkResult
+
+    return ForkResult(copied=7, resident=7, seconds=0.0, **taken)
+
+
+@dataclass
+class Rig:
+    slots: Slots
+    slot: ModelSlot
+    worker: BatchedWorker
+    machine: Machine
+
+    async def open(self, layout: str = "batched", window: int = WINDOW, key: str = "") -> Session:
+        request = OpenRequest("big", CapacityRequest(window=window), key, "", "", layout=layout)
+        return (await self.slot.open(request, Caller())).session
+
+    async def open_all(self) -> list[Session]:
+        return [await self.open() for _ in range(STREAMS)]
+
+    def sent(self, kind: type[P]) -> list[P]:
+        return [payload for payload in self.worker.sent if isinstance(payload, kind)]
+
+    async def use(self, session: Session) -> None:
+        async with self.slot.hold(session.session_id, "trim", Caller()):
+            await self.slot.call(TrimOp(session_id=session.session_id, keep=0), session=session)
+
+    async def using(self, *sessions: Session) -> list[asyncio.Task[None]]:
+        """Calls of these, which the worker answers once its gate is opened."""
+        self.worker.gates[TrimOp] = asyncio.Event()
+        tasks = [asyncio.create_task(self.use(session)) for session in sessions]
+        await settle()
+        return tasks
+
+
+@pytest.fixture
+def rig_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(available: int = 12 * GIB, layout: str = "yes: tried: exact", **settings: Any) -> Rig:
+        machine = Machine(16 * GIB, available)
+        slots = make_slots(tmp_path, monkeypatch, machine=machine, **settings)
+        worker = BatchedWorker("llama", machine, pid=1000, layout=layout)
+        slot = slots.slots["llama"]
+        slot.attach_keeper(worker)  # type: ignore[arg-type]
+        slots.workers["llama"] = worker
+        monkeypatch.setattr(model_slot, "anonymous_bytes", lambda pid: worker.anonymous)
+        return Rig(slots, slot, worker, machine)
+
+    return make
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+# --- planning ------------------------------------------------------------------------------------
+
+
+async def test_the_first_open_plans_for_all_streams_and_tells_one_sessions_part(
+    rig_of: Any,
+) -> None:
+    rig = rig_of()
+    session = await rig.open()
+    (operation,) = rig.sent(OpenOp)
+    assert (operation.layout, operation.streams, operation.window) == ("batched", 4, WINDOW)
+    numbers = session.resolution.numbers
+    assert numbers.effective.tokens == session.resolution.allocated == WINDOW
+    assert numbers.hot.tokens == STREAMS * WINDOW
+    assert session.resolution.kv_bytes == STREAM
+    rows = {row.name: row.bytes for row in session.resolution.budget}
+    assert rows["kv"] == STREAMS * STREAM
+    assert session.resolution.findings == ()
+
+
+async def test_an_automatic_window_leaves_room_for_the_batch_and_not_for_four_of_them(
+    rig_of: Any,
+) -> None:
+    rig = rig_of()
+    session = await rig.open(window=0)
+    numbers = session.resolution.numbers
+    fits = numbers.memory_fit.tokens
+    assert fits - 4 * 256 <= STREAMS * numbers.effective.tokens <= fits
+
+
+async def test_more_sessions_of_a_batch_need_no_memory(rig_of: Any) -> None:
+    rig = rig_of()
+    await rig.open()
+    rig.machine.available = 1 * MIB
+    second = await rig.open()
+    smaller = await rig.open(window=WINDOW // 2)
+    unsaid = await rig.open(window=0)
+    assert [one.free_bytes for one in rig.sent(OpenOp)] == [0] * 4
+    assert second.resolution.numbers.hot.tokens == STREAMS * WINDOW
+    assert smaller.resolution.numbers.effective.tokens == WINDOW // 2
+    assert smaller.resolution.numbers.requested.tokens == WINDOW // 2
+    assert unsaid.resolution.numbers.effective.tokens == WINDOW
+    assert rig.slot.plan.use.cells == STREAMS * WINDOW
+    with pytest.raises(InsufficientMemory):
+        await rig.open("isolated")
+
+
+async def test_a_batch_that_does_not_fit_is_refused_with_its_sum(rig_of: Any) -> None:
+    rig = rig_of(available=4 * GIB)
+    with pytest.raises(InsufficientMemory) as refused:
+        await rig.open(window=3 * WINDOW)
+    numbers = refused.value.metadata
+    assert (numbers["streams"], numbers["sessions"]) == ("4", "1")
+    assert int(numbers["kv_bytes"]) == STREAMS * 3 * STREAM
+    assert int(numbers["needed_bytes"]) > int(numbers["kv_bytes"])
+    assert numbers["layout_that_fits"] == "isolated"
+    assert "4 streams of one context" in refused.value.message
+    assert "open an isolated session" in refused.value.message
+    assert not rig.sent(OpenOp)
+    largest = int(numbers["largest_window"])
+    assert (await rig.open(window=largest)).resolution.numbers.effective.tokens == largest
+
+
+async def test_all_streams_taken_is_refused_and_a_detached_session_makes_room(
+    rig_of: Any,
+) -> None:
+    rig = rig_of()
+    sessions = await rig.open_all()
+    with pytest.raises(InsufficientMemory) as refused:
+        await rig.open()
+    assert refused.value.metadata["streams"] == "4"
+    sessions[2].attached = False
+    await rig.open()
+    assert not rig.slot.sessions.is_open(sessions[2])
+    assert len(rig.slot.sessions) == STREAMS
+
+
+async def test_max_sessions_does_not_count_streams(rig_of: Any) -> None:
+    rig = rig_of(max_sessions=1)
+    await rig.open_all()
+    session = await rig.open("isolated")
+    assert not rig.sent(ParkOp)
+    assert session.resolution.findings == ()
+
+
+async def test_batched_sessions_are_not_parked_for_others(rig_of: Any) -> None:
+    rig = rig_of(available=4 * GIB)
+    await rig.open_all()
+    with pytest.raises(InsufficientMemory) as refused:
+        await rig.open("isolated", window=4 * WINDOW)
+    assert refused.value.metadata["parked_sessions"] == "0"
+    assert not rig.sent(ParkOp)
+
+
+@pytest.mark.parametrize("answer", ["no: recurrent", "unknown: no memory to try it", ""])
+async def test_a_model_that_can_not_is_refused_by_capability(rig_of: Any, answer: str) -> None:
+    rig = rig_of(layout=answer)
+    with pytest.raises(UnsupportedFeature) as refused:
+        await rig.open()
+    assert refused.value.metadata["capability"] == "layout.batched"
+    assert not rig.sent(OpenOp)
+
+
+async def test_a_key_attaches_in_its_own_layout_only(rig_of: Any) -> None:
+    rig = rig_of()
+    session = await rig.open(key="k")
+    assert await rig.open(key="k") is session
+    with pytest.raises(ManifestMismatch) as other:
+        await rig.open("isolated", key="k")
+    assert other.value.metadata["field"] == "layout"
+
+
+async def test_a_fork_takes_a_free_stream_or_is_refused(rig_of: Any) -> None:
+    rig = rig_of()
+    sessions = [await rig.open() for _ in range(STREAMS - 1)]
+    rig.machine.available = 1 * MIB
+    forked = (await rig.slot.fork(sessions[0], Caller())).session
+    assert forked.layout == "batched"
+    assert forked.resolution.numbers.hot.tokens == STREAMS * WINDOW
+    with pytest.raises(InsufficientMemory) as refused:
+        await rig.slot.fork(sessions[0], Caller())
+    assert refused.value.metadata["streams"] == "4"
+
+
+# --- running -------------------------------------------------------------------------------------
+
+
+async def test_batched_sessions_run_together_and_an_isolated_one_by_itself(rig_of: Any) -> None:
+    rig = rig_of()
+    sessions = await rig.open_all()
+    isolated = await rig.open("isolated", window=256)
+    tasks = await rig.using(*sessions)
+    assert len(rig.slot.machine.running) == STREAMS
+    assert rig.slot.machine.state is SlotState.BUSY
+    alone = asyncio.create_task(rig.use(isolated))
+    await settle()
+    assert len(rig.sent(TrimOp)) == STREAMS
+    assert rig.slot.queue.snapshot().queued == 1
+    rig.worker.gates[TrimOp].set()
+    await asyncio.gather(*tasks, alone)
+    assert rig.slot.machine.state is SlotState.READY
+    assert not rig.slot.machine.running
+
+
+async def test_a_session_is_opened_and_forked_while_others_run(rig_of: Any) -> None:
+    rig = rig_of()
+    sessions = [await rig.open() for _ in range(2)]
+    tasks = await rig.using(sessions[0])
+    await rig.open()
+    await rig.slot.fork(sessions[1], Caller())
+    assert not tasks[0].done()
+    rig.worker.gates[TrimOp].set()
+    await tasks[0]
+
+
+async def test_nothing_is_idle_while_one_of_them_runs(rig_of: Any) -> None:
+    rig = rig_of(idle_release_s=0.001)
+    sessions = await rig.open_all()
+    tasks = await rig.using(*sessions[:2])
+    tasks[0].cancel()
+    await settle()
+    assert not rig.slot.idle.due(1e12)
+    rig.worker.gates[TrimOp].set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert rig.slot.idle.due(1e12)
+
+
+async def test_a_dead_worker_ends_all_that_run_and_all_that_wait(rig_of: Any) -> None:
+    rig = rig_of()
+    sessions = await rig.open_all()
+    death = Death("signal", "SIGKILL", -9, "killed", 1, ())
+    rig.worker.refusals[TrimOp] = death.error()
+    tasks = await rig.using(*sessions)
+    waiting = asyncio.create_task(rig.use(sessions[0]))
+    await settle()
+    rig.slot.worker_died(death)
+    rig.worker.gates[TrimOp].set()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(one) for one in ended] == [SessionFatal] * STREAMS
+    with pytest.raises(GenerationStale):
+        await waiting
+    assert rig.slot.machine.state is SlotState.EMPTY
+    assert not rig.slot.machine.running
+    assert len(rig.slot.sessions) == 0
+    await rig.slot.queue.quiet()
+
+
+async def test_an_engine_error_in_one_makes_all_handles_stale(rig_of: Any) -> None:
+    rig = rig_of()
+    sessions = await rig.open_all()
+    tasks = await rig.using(*sessions[:2])
+    fatal: ModeldError = SessionFatal("It failed.", metadata={"cause": "engine_error"})
+    rig.worker.refusals[TrimOp] = fatal
+    late = asyncio.create_task(rig.use(sessions[2]))
+    await settle()
+    rig.worker.gates[TrimOp].set()
+    with pytest.raises(SessionFatal):
+        await late
+    await asyncio.gather(*tasks)  # what had ended in the worker by then stands
+    with pytest.raises(GenerationStale):
+        rig.slot.sessions.get(sessions[3].session_id, sessions[3].generation, 0.0)
+    assert not rig.slot.machine.running
+    await rig.slot.drain()
+
+
+async def test_a_drain_lets_all_of_them_finish(rig_of: Any) -> None:
+    rig = rig_of()
+    sessions = await rig.open_all()
+    tasks = await rig.using(*sessions[:3])
+    rig.slot.begin_drain()
+    with pytest.raises(ShuttingDown):
+        await rig.use(sessions[3])
+    assert len(rig.slot.machine.running) == 3
+    rig.worker.gates[TrimOp].set()
+    await asyncio.gather(*tasks)
+    assert not rig.slot.machine.running
+    await rig.slot.queue.quiet()
