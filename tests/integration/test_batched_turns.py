@@ -269,6 +269,26 @@ def test_streams_that_are_taken_are_refused_and_given_back(client: Client) -> No
         assert len(answer(one, 0, 5).ids) == len(answer(two, 1, 5).ids) == 5
 
 
+def test_a_durable_session_is_saved_while_others_go_on_and_comes_back(
+    client: Client, expected: list[list[int]]
+) -> None:
+    with ExitStack() as stack:
+        kept = stack.enter_context(opened(client, session_key="kept", durable=True))
+        other = stack.enter_context(opened(client))
+        running = Timed(other, 1)
+        told = answer(kept, 0)
+        assert told.ids == expected[0]
+        assert told.final.saved is not None
+        assert told.final.saved.tokens > LONG
+        assert running.ids() == expected[1]
+        client.unload_model(force=True)
+        back = stack.enter_context(opened(client, session_key="kept", durable=True))
+        assert back.opened.resumed is not None
+        assert back.opened.resumed.tokens == told.final.saved.tokens
+        assert answer(back, 0).ids == expected[0]
+        back.close(discard=True)
+
+
 def test_the_capability_says_that_it_is_served(client: Client) -> None:
     with opened(client) as session:
         assert session.capabilities["layout.batched"].answer == "yes"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -22,6 +24,8 @@ from modeld.shared.errors import (
 from modeld.shared.messages import (
     CloseOp,
     ForkOp,
+    ForkResult,
+    Heartbeat,
     LoadResult,
     OpenOp,
     OpenResult,
@@ -30,11 +34,12 @@ from modeld.shared.messages import (
     TrimOp,
 )
 from modeld.supervisor import model_slot
-from modeld.supervisor.fleet import Death
+from modeld.supervisor.fleet import Death, WorkerKeeper
+from modeld.supervisor.lifecycle import WorkerState
 from modeld.supervisor.model_slot import ModelSlot, OpenRequest
 from modeld.supervisor.sessions import Session
-from modeld.supervisor.slot import SlotState
-from modeld.supervisor.slot_core import Caller
+from modeld.supervisor.slot_core import Caller, SlotCore
+from modeld.supervisor.slot_events import SlotState
 from tests.support.slots import GIB, MIB, Machine, Slots, Worker, make_slots
 
 WINDOW = 4096
@@ -66,7 +71,7 @@ class BatchedWorker(Worker):
                 self.streams[stream] = "" if owner == payload.session_id else owner
         if isinstance(payload, ForkOp) and payload.session_id in self.streams.values():
             taken = self._taken(payload.new_session_id)
-            return ForkFrom(**taken)
+            return ForkResult(copied=7, resident=7, seconds=0.0, **taken)
         if isinstance(payload, TrimOp):
             self.contexts.setdefault(payload.session_id, 0)
         answer = super()._answer(payload)
@@ -96,12 +101,6 @@ class BatchedWorker(Worker):
             "retained": 0,
             **self._totals(),
         }
-
-
-def ForkFrom(**taken: Any) -> Payload:
-    from modeld.shared.messages import ForkResult
-
-    return ForkResult(copied=7, resident=7, seconds=0.0, **taken)
 
 
 @dataclass
@@ -285,14 +284,14 @@ async def test_batched_sessions_run_together_and_an_isolated_one_by_itself(rig_o
     isolated = await rig.open("isolated", window=256)
     tasks = await rig.using(*sessions)
     assert len(rig.slot.machine.running) == STREAMS
-    assert rig.slot.machine.state is SlotState.BUSY
+    assert rig.slot.machine.state.name == "BUSY"
     alone = asyncio.create_task(rig.use(isolated))
     await settle()
     assert len(rig.sent(TrimOp)) == STREAMS
     assert rig.slot.queue.snapshot().queued == 1
     rig.worker.gates[TrimOp].set()
     await asyncio.gather(*tasks, alone)
-    assert rig.slot.machine.state is SlotState.READY
+    assert rig.slot.machine.state.name == "READY"
     assert not rig.slot.machine.running
 
 
@@ -361,7 +360,7 @@ async def test_a_drain_lets_all_of_them_finish(rig_of: Any) -> None:
     rig = rig_of()
     sessions = await rig.open_all()
     tasks = await rig.using(*sessions[:3])
-    rig.slot.begin_drain()
+    SlotCore.begin_drain(rig.slot)
     with pytest.raises(ShuttingDown):
         await rig.use(sessions[3])
     assert len(rig.slot.machine.running) == 3
@@ -369,3 +368,25 @@ async def test_a_drain_lets_all_of_them_finish(rig_of: Any) -> None:
     await asyncio.gather(*tasks)
     assert not rig.slot.machine.running
     await rig.slot.queue.quiet()
+
+
+# --- a worker with several running calls ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(("begun", "said"), [(True, "it ignored a cancel for 61.0 s"), (False, "")])
+def test_a_cancel_that_is_ignored_is_seen_of_each_call_that_has_begun(
+    begun: bool, said: str
+) -> None:
+    """Heartbeats name the oldest alone; what still waits for its turn isn't judged."""
+    link: Any = SimpleNamespace(heartbeat_interval_s=0.1)
+    launcher: Any = None
+    keeper = WorkerKeeper("llama", launcher, link)
+    machine: Any = SimpleNamespace(state=WorkerState.BUSY, running={1, 2})
+    keeper._machine = machine
+    now_s = time.monotonic()
+    keeper._progressed_s = now_s
+    keeper.heartbeat = Heartbeat(progress=1, busy_op=1)
+    oldest = SimpleNamespace(op_id=1, kind="TurnOp", cancelled_s=0.0, begun=True)
+    other = SimpleNamespace(op_id=2, kind="DecodeOp", cancelled_s=now_s - 61, begun=begun)
+    peer: Any = SimpleNamespace(heard_s=now_s, operations={1: oldest, 2: other})
+    assert keeper._hung(peer, now_s) == said
