@@ -19,6 +19,7 @@ from bench.cases import (
     openvino,
     planner,
     prefill,
+    residency,
     supervisor,
     warm_turn,
     worker_death,
@@ -36,6 +37,7 @@ CASES: dict[str, Callable[[Lab], None]] = {
     "death": worker_death.run,
     "planner": planner.run,
     "openvino": openvino.run,
+    "residency": residency.run,
     "memory": supervisor.memory,  # last: after all that the daemon has served
 }
 TEST_MODEL = REPOSITORY / ".data" / "test" / "SmolLM2-135M-Instruct.Q4_1.gguf"
