@@ -195,9 +195,11 @@ class ContextSlot(ParkingSlot):
             raise self.sessions.stale(self.sessions.previous)
         streams = planned.streams
         joins = bool(streams and self.sessions.of_layout("batched"))
+        generation = self.sessions.generation
         with contextlib.nullcontext() if joins else self.plan.under_way(planned, load=False):
             result = await self.call(operation, session=source)
         assert isinstance(result, OpenResult)
+        self.refuse_overtaken(generation)
         if streams and not joins:
             self.batch_plan = planned
         mine = one_stream(planned)

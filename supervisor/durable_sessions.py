@@ -190,7 +190,12 @@ class DurableSessions:
         return result.written_bytes
 
     def _commit(self, folder: SavedFolder, info: SavedInfo) -> None:
-        self.quota.check(f"The durable session {info.session_key!r}")
+        # What the new state doesn't name goes with the commit: only what is left counts.
+        self.quota.check(
+            f"The durable session {info.session_key!r}",
+            needed=info.size_bytes,
+            leaving=folder.leaving_bytes(info) + info.size_bytes,
+        )
         self._check_owner()
         folder.commit(info)
 

@@ -302,7 +302,7 @@ class ModelSlot(ContextSlot):
         request = self.plan.load_op(
             model, planned, path, quality=quality and not adapters, adapters=adapters
         )
-        before = self._worker_bytes()
+        before, generation = self._worker_bytes(), self.sessions.generation
         try:
             with self.plan.under_way(planned, load=True):
                 result = await self.call(request, on_data=on_data)
@@ -315,6 +315,7 @@ class ModelSlot(ContextSlot):
                     self.spawn(self._discard_load())
             raise
         assert isinstance(result, LoadResult)
+        self.refuse_overtaken(generation)
         after = self._worker_bytes()
         copied = self.plan.copied(after, before)
         findings = check_load(model.facts, result, planned, copied)
@@ -407,7 +408,8 @@ class ModelSlot(ContextSlot):
     async def tick(self, now: float) -> None:
         """Time-outs: sessions whose time is up, and idle release. Called about once a second."""
         for session in self.sessions.expired(now):
-            await self.close(session, why="session_ttl")
+            if self.sessions.is_expired(session, now):  # closing another one takes a while
+                await self.close(session, why="session_ttl")
         if self.resident is None or not self.idle.due(now):
             return
         caller = Caller(no_wait=True)

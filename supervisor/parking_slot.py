@@ -150,12 +150,14 @@ class ParkingSlot(SlotCore):
 
     async def _park(self, session: Session) -> bool:
         """Give its context to others; whether that was done."""
+        generation = self.sessions.generation
         try:
             result = await self.call(ParkOp(session_id=session.session_id))
         except _CANNOT as error:
             logger.warning("%s isn't parked: %s", session.session_id, error.message)
             return False
         assert isinstance(result, ParkResult)
+        self.refuse_overtaken(generation)
         session.parked = True
         session.times_parked += 1
         self._cold_is(result.ram_bytes)
@@ -190,6 +192,7 @@ class ParkingSlot(SlotCore):
 
     async def _resume(self, session: Session, planned: Resolution) -> None:
         self.sessions.get(session.session_id, session.generation, time.monotonic())
+        generation = self.sessions.generation
         with self.plan.under_way(planned, load=False):
             result = await self.call(
                 ResumeOp(
@@ -199,6 +202,7 @@ class ParkingSlot(SlotCore):
                 )
             )
         assert isinstance(result, ResumeResult)
+        self.refuse_overtaken(generation)
         session.parked = False
         session.resident = result.resident
         session.resumed_tokens += result.restored

@@ -295,10 +295,16 @@ class SavedFolder:
         return -1
 
     def _remove_unnamed(self, info: SavedInfo) -> None:
+        for entry in self._unnamed(info):
+            _remove(entry)
+
+    def _unnamed(self, info: SavedInfo) -> list[Path]:
         keep = {INFO_NAME, *info.files}
-        for entry in self.path.iterdir():
-            if entry.name not in keep:
-                _remove(entry)
+        return [entry for entry in self.path.iterdir() if entry.name not in keep]
+
+    def leaving_bytes(self, info: SavedInfo) -> int:
+        """Bytes of the files that committing ``info`` removes."""
+        return sum(entry.lstat().st_size for entry in self._unnamed(info))
 
     def sweep(self) -> None:
         """Remove what a crash left: files that nothing committed names, and a folder in which

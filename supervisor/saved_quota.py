@@ -98,10 +98,13 @@ class SavedQuota:
             with self._lock:
                 self._rooms.discard(room)
 
-    def check(self, what: str) -> None:
-        """Raises StorageFull where what is there by now is more than the limit."""
+    def check(self, what: str, *, needed: int = 0, leaving: int = 0) -> None:
+        """Raises StorageFull where what is there is more than the limit: by now, or once of
+        what is counted ``leaving`` bytes have made way for ``needed``.
+        """
         with self._lock:
-            numbers = self._numbers(None, 0)
+            numbers = self._numbers(None, needed)
+        numbers["used_bytes"] -= leaving
         if (over := self._over(numbers)) > 0:
             raise self._refusal(what, numbers, over)
 

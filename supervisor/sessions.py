@@ -6,6 +6,7 @@ A handle is valid for the generation it was minted under and never reaches anoth
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 
 from modeld.shared.capabilities import Capability
@@ -107,6 +108,8 @@ class SessionRegistry:
         self._open: dict[str, Session] = {}
         self._closed: OrderedDict[str, str] = OrderedDict()
         self._causes: OrderedDict[int, str] = OrderedDict()
+        # Whose calls run or wait, or keep a turn: set by the slot, which knows its queue.
+        self.at_work: Callable[[], Container[str]] = frozenset
         self.generation = 0
         self.previous = 0  # this slot's before that; others may have taken numbers in between
 
@@ -205,7 +208,7 @@ class SessionRegistry:
                 self._closed.popitem(last=False)
 
     def is_attached(self, session: Session, now: float) -> bool:
-        if session.operations:
+        if self._works(session):
             return True
         return session.attached and now - session.used_at < self._detach_after_s
 
@@ -219,11 +222,23 @@ class SessionRegistry:
 
     def expired(self, now: float) -> list[Session]:
         """Detached sessions without a key whose time is up."""
-        return [
-            s
-            for s in self._open.values()
-            if not s.key and not s.operations and now - s.used_at >= self._ttl_s
-        ]
+        return [s for s in self._open.values() if self.is_expired(s, now)]
+
+    def is_expired(self, session: Session, now: float) -> bool:
+        return (
+            session.session_id in self._open
+            and not session.key
+            and not self._works(session)
+            and now - session.used_at >= self._ttl_s
+        )
+
+    def used(self, session_id: str, now: float) -> None:
+        """A call of it ended: only from here on it is idle."""
+        if (session := self._open.get(session_id)) is not None:
+            session.used_at = now
+
+    def _works(self, session: Session) -> bool:
+        return bool(session.operations) or session.session_id in self.at_work()
 
 
 def check_attach(

@@ -126,6 +126,7 @@ class SlotCore:
         self.sessions = SessionRegistry(
             backend, session_ttl_s=config.session_ttl_s, detach_after_s=DETACH_AFTER_S
         )
+        self.sessions.at_work = self.queue.sessions
         self.durable = durable or DurableSessions(config.data_root)
         self.durable.join(self.sessions)
         self.idle = IdleTimer(config.idle_release_s)
@@ -280,7 +281,9 @@ class SlotCore:
                 yield hold
                 kept = bool(turn_id) and keep_turn
             finally:
-                self.idle.ended(time.monotonic())
+                ended = time.monotonic()
+                self.idle.ended(ended)
+                self.sessions.used(session, ended)
                 if not exclusive:
                     self.apply(TurnEnded(op_id))
         finally:
@@ -337,6 +340,14 @@ class SlotCore:
                 if session is not None:
                     session.operations.discard(operation)
                     await _note_end(session, operation)
+
+    def refuse_overtaken(self, generation: int) -> None:
+        """Raises GenerationStale where the slot was reset since ``generation``.
+
+        An answer may be read together with its worker's death: what it tells of is gone then.
+        """
+        if self.sessions.generation != generation:
+            raise self.sessions.stale(generation)
 
     async def ready(self, session: Session) -> None:
         """See to what an operation of the session needs: a slot that parks gives it a context."""

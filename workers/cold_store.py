@@ -191,8 +191,10 @@ class ColdStore:
         return None
 
     def remove(self, key: str) -> None:
-        """Forget a block, its file too."""
-        block = self._blocks.pop(key)
+        """Forget a block, its file too; it may have been pushed out already."""
+        block = self._blocks.pop(key, None)
+        if block is None:
+            return
         behind = self._behind[block.before]
         del behind[key]
         if not behind:

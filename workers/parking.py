@@ -279,7 +279,12 @@ class Parking:
 
     def _taken(self, entry: PooledContext, match: Match, state: State) -> bool:
         begin = len(entry)
-        taken = entry.import_state(state, match.ids)
+        try:
+            taken = entry.import_state(state, match.ids)
+        except (InsufficientMemory, UnsupportedFeature, MemoryError) as error:
+            # Not now, or not here: the block is as good as it was, its tokens are evaluated.
+            log.info("a block isn't brought back: %s", error)
+            return False
         if taken and not self._tried and not self._same(entry, match, state):
             log.error("this model's state comes back as other bytes: nothing is parked any more")
             entry.trim(begin if entry.can_keep(begin) else 0)

@@ -292,6 +292,7 @@ class Prefill:
             return found
         session.logical = min(session.logical, found.keep)
         keep = entry.parking.bring_back(entry, self._target, found.keep, need_logits=need_logits)
+        session.logical = min(session.logical, len(entry))
         if keep == found.keep:
             return found
         session.counters["restored_tokens"] += max(0, keep - found.keep)

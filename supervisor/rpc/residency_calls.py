@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from modeld.shared.errors import InvalidRequest
+from modeld.shared.errors import InvalidRequest, SessionClosed
 from modeld.shared.ids import check_session_key
 from modeld.shared.manifest import manifest_digest
 from modeld.shared.messages import AdmitOp, AdmitResult, Status
@@ -28,6 +28,11 @@ class ResidencyCalls(SnapshotCalls):
             self._session(request.session)  # it may have gone while this call waited
             told = expect(await slot.call(operation, session=session), AdmitResult)
             session.resident = told.resident
+        if told.cancelled:
+            raise SessionClosed(
+                f"Session {session.session_id} was closed while tokens were admitted to it.",
+                metadata={"session_id": session.session_id, "cause": "closed"},
+            )
         return pb.AdmitResponse(
             admitted=told.admitted,
             evicted=told.evicted,

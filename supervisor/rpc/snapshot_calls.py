@@ -189,6 +189,7 @@ def _commit(room: Room, pending: PendingSnapshot, info: SavedInfo) -> SavedInfo:
 def _restored(slot: ModelSlot, session: Session, info: SavedInfo, result: RestoreResult) -> None:
     session.resident, session.seen_tokens = result.resident, result.seen_tokens
     session.prefix, session.tools, session.suffix = info.prefix, info.tools, info.suffix
+    session.back = None  # what a resume brought back has made way
     slot.plan.count(result, slot.sessions.resident)
 
 

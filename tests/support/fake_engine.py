@@ -181,6 +181,8 @@ class FakeContext:
                 self.engine.refuse_imports_after = None
                 if self.engine.refuses_fatally:
                     raise SessionFatal("import failed", metadata={"cause": "engine_error"})
+                if self.engine.refuses_for_memory:
+                    raise InsufficientMemory("no memory for a copy", metadata={"cause": "copy"})
                 return False
         tokens, hashes = state.view("<i8").reshape(-1, 2).T.tolist()
         self.tokens += tokens
@@ -224,6 +226,7 @@ class FakeEngine:
         self.most_exported = 1 << 30  # tokens at a time
         self.refuse_imports_after: int | None = None  # take that many states, then refuse one
         self.refuses_fatally = False
+        self.refuses_for_memory = False
         self.imported = 0
         self.cells = 0
         self.evaluated = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import stat
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -208,9 +209,9 @@ async def test_whoever_has_a_call_running_waiting_or_kept_is_not_parked(small: S
     slot.queue.release_parked()
     await queued
     await fourth
-    # The kept turn was given up by then: it is the one that was used least recently.
-    assert parked(slot) == [kept.session_id]
-    assert [one.session_id for one in sent(worker, ParkOp)] == [kept.session_id]
+    # Kept turn or not by then: the others' calls ended after this one was opened.
+    assert parked(slot) == [idle.session_id]
+    assert [one.session_id for one in sent(worker, ParkOp)] == [idle.session_id]
 
 
 async def test_one_that_can_not_be_parked_is_passed_over(
@@ -453,6 +454,48 @@ async def test_a_worker_that_dies_takes_parked_sessions_with_it(small: Slots) ->
     assert slot.held().total == 0
     with pytest.raises(Exception, match="generation"):
         await use(slot, first)
+
+
+async def test_an_open_whose_answer_comes_with_the_worker_s_death_is_made_anew(
+    small: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot, worker = slot_of(small)
+    call, deaths = slot.call, [1]
+
+    async def dying(request: Payload, **options: Any) -> Payload:
+        result = await call(request, **options)
+        if isinstance(request, OpenOp) and deaths:
+            deaths.clear()
+            worker.contexts.clear()
+            worker.windows.clear()
+            slot.worker_died(Death("signal", "SIGKILL", -9, "killed", None, ()))
+        return result
+
+    monkeypatch.setattr(slot, "call", dying)
+    session = await small.open("big", WINDOW)
+    assert not deaths
+    assert slot.sessions.all() == [session]
+    assert session.generation == slot.sessions.generation
+    assert len(small.loads("llama")) == 2
+    await use(slot, session)
+
+
+async def test_a_session_is_idle_from_its_last_call_s_end_on_and_not_while_one_waits(
+    small: Slots,
+) -> None:
+    slot, _ = slot_of(small)
+    running, waiting, idle = await open_several(small)
+    async with slot.hold(running.session_id, "turn", Caller()):
+        queued = asyncio.create_task(use(slot, waiting))
+        await asyncio.sleep(0)
+        long_after = time.monotonic() + 10 * slot.config.session_ttl_s
+        assert slot.sessions.attached(long_after) == [running, waiting]
+        assert slot.sessions.expired(long_after) == [idle]
+        began = time.monotonic()
+    await queued
+    assert running.used_at >= began
+    assert waiting.used_at >= running.used_at
+    assert len(slot.sessions.expired(long_after)) == 3
 
 
 async def test_an_unload_forgets_what_was_parked(small: Slots) -> None:

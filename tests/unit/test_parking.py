@@ -460,6 +460,20 @@ def test_an_engine_that_refuses_a_block_costs_an_evaluation_and_nothing_else() -
     assert answer(harness, raw(A)) == first
 
 
+def test_a_block_that_finds_no_memory_costs_an_evaluation_and_stays_stored() -> None:
+    harness = Parked()
+    harness.open(window=1024)
+    first = answer(harness, raw(A))
+    answer(harness, raw(B))
+    harness.engine.refuse_imports_after, harness.engine.refuses_for_memory = 1, True
+    status = harness.ensure(raw(A))
+    assert (status.restored, status.prefilled) == (256, 424)
+    assert harness.counters()["slot_cold_failed"] == 0
+    assert answer(harness, raw(A)) == first
+    answer(harness, raw(B))
+    assert harness.ensure(raw(A)).restored == 680
+
+
 def test_an_engine_that_dies_of_a_block_ends_the_session_as_any_fatal_error_does() -> None:
     harness = Parked()
     harness.open(window=1024)
