@@ -328,9 +328,11 @@ class AsyncSession(AsyncSessionResidency):
             core.prefix = core.suffix = None
             if restore and prefix is not None:
                 await self._ensure_again(prefix, suffix)
-        except (ModeldError, ClientError) as error:
+        except BaseException as error:  # a cancel too: the next call begins anew
             core.lost, core.prefix, core.suffix = cause, prefix, suffix
-            raise error from cause
+            if isinstance(error, ModeldError | ClientError):
+                raise error from cause
+            raise
 
     async def _ensure_again(self, prefix: PromptPart, suffix: PromptPart | None) -> None:
         core, limit_s = self._core, self._core.deadlines.prefill_s

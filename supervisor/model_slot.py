@@ -56,6 +56,7 @@ from modeld.supervisor.sessions import Session, check_attach
 from modeld.supervisor.slot import FINAL
 from modeld.supervisor.slot_core import (
     CREDIT_CHUNKS,
+    Adopt,
     Caller,
     OnData,
     Report,
@@ -673,10 +674,15 @@ class ModelSlot(ContextSlot):
         return await self._save(session)
 
     async def answer(
-        self, session: Session, request: Payload, on_data: OnData
+        self,
+        session: Session,
+        request: Payload,
+        on_data: OnData,
+        adopt: Adopt | None = None,
     ) -> tuple[Payload, Saved | None]:
         """A decode or a turn; then, of a durable session, how saving it went. In a hold, which is
         kept until it is saved, also where the caller is gone, or the answer failed on its way.
+        ``adopt`` as in ``call``.
         """
         began = False
 
@@ -686,7 +692,9 @@ class ModelSlot(ContextSlot):
             await on_data(payload)
 
         try:
-            result = await self.call(request, session=session, on_data=took, credit=CREDIT_CHUNKS)
+            result = await self.call(
+                request, session=session, on_data=took, credit=CREDIT_CHUNKS, adopt=adopt
+            )
         except BaseException as error:
             # A refusal has changed nothing, and must not take the place of what is saved.
             refused = isinstance(error, ModeldError) and not began
@@ -729,12 +737,18 @@ class ModelSlot(ContextSlot):
             session_id=session.session_id,
             cause=why,
         )
-        result = await self.call(CloseOp(session_id=session.session_id, discard=discard))
-        assert isinstance(result, CloseResult)
-        self.plan.count(result, self.sessions.resident)
         if session.durable and discard:
             session.durable = False  # what its last turn saves comes too late
-            await self.durable.forget(session.key)
+            # First, so that it is forgotten also where the worker dies of the close.
+            await self.see_through(self.durable.forget(session.key))
+        return await self.see_through(self._close_in_worker(session, discard))
+
+    async def _close_in_worker(self, session: Session, discard: bool) -> int:
+        generation = self.sessions.generation
+        result = await self.call(CloseOp(session_id=session.session_id, discard=discard))
+        assert isinstance(result, CloseResult)
+        if self.sessions.generation == generation:
+            self.plan.count(result, self.sessions.resident)
         return result.retained
 
     def require_active(self, model: StoredModel) -> Resident:

@@ -74,6 +74,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Report = Callable[[str, float], Awaitable[None]]
 OnData = Callable[[Payload], Awaitable[None]]
+Adopt = Callable[[], None]
 OnPosition = Callable[[int, str, float], None]
 
 DETACH_AFTER_S = 60.0
@@ -299,8 +300,12 @@ class SlotCore:
         session: Session | None = None,
         on_data: OnData | None = None,
         credit: int = 0,
+        adopt: Adopt | None = None,
     ) -> Payload:
         """Send one operation and see it through to its terminal, also when cancelled.
+
+        ``adopt`` notes what the session is about from now on: called unless the worker refused,
+        also where the caller is gone.
 
         Raises what the worker answered. A cancelled caller leaves only after the worker has
         stopped, so that the slot is never released while the engine still runs. The worker is
@@ -339,7 +344,7 @@ class SlotCore:
             finally:
                 if session is not None:
                     session.operations.discard(operation)
-                    await _note_end(session, operation)
+                    await _note_end(session, operation, adopt)
 
     def refuse_overtaken(self, generation: int) -> None:
         """Raises GenerationStale where the slot was reset since ``generation``.
@@ -427,7 +432,7 @@ class SlotCore:
             await asyncio.wait(self._background)
 
 
-async def _note_end(session: Session, operation: Operation) -> None:
+async def _note_end(session: Session, operation: Operation, adopt: Adopt | None) -> None:
     """What the session holds after an ended operation, also where nobody was left to be told."""
     try:
         result = await operation.result()
@@ -435,3 +440,5 @@ async def _note_end(session: Session, operation: Operation) -> None:
         return
     if isinstance(result, FinalOut | Status):
         session.resident, session.seen_tokens = result.resident, result.seen_tokens
+    if adopt is not None:
+        adopt()

@@ -203,7 +203,9 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
         ) as hold:
             self._session(request.session)  # it may have gone while this call waited
             result = await slot.call(
-                EnsureOp(session_id=session.session_id, prefix=prefix.prompt), session=session
+                EnsureOp(session_id=session.session_id, prefix=prefix.prompt),
+                session=session,
+                adopt=record.adopt,
             )
             status = expect(result, Status)
             return pb.EnsurePrefixResponse(status=record.took(status, hold.waited_s))
@@ -229,6 +231,7 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
                     session_id=session.session_id, suffix=suffix.prompt, extend=request.extend
                 ),
                 session=session,
+                adopt=record.adopt,
             )
             status = expect(result, Status)
             return pb.PrefillSuffixResponse(status=record.took(status, hold.waited_s))
@@ -303,6 +306,7 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
                         options=options,
                     ),
                     on_data,
+                    whole.adopt,
                 )
                 final = _final(session, result, turn_id, hold.waited_s, saved)
         finally:
@@ -535,9 +539,14 @@ class _Record:
                 },
             )
 
-    def took(self, status: Status, queue_s: float) -> pb.PrefillStatus:
+    def adopt(self) -> None:
+        """The session is about this prompt from now on, also where its prefill was cancelled."""
         session = self._session
         session.prefix, session.tools, session.suffix = self._prefix, self._tools, self._suffix
+
+    def took(self, status: Status, queue_s: float) -> pb.PrefillStatus:
+        session = self._session
+        self.adopt()
         session.resident, session.seen_tokens = status.resident, status.seen_tokens
         return convert.prefill_status(parking.told(session, status), self.digest, queue_s)
 

@@ -12,6 +12,7 @@ import pytest
 from modeld.client import CallCancelled, Client, ConnectionLost, Session, StopReason
 from modeld.client.values import ContextReport
 from modeld.shared.errors import (
+    DigestMismatch,
     GenerationStale,
     ModelBusy,
     SessionClosed,
@@ -76,6 +77,7 @@ def test_disconnects_in_prefill_leave_exact_numbers_and_nothing_else(
     daemon = root.start(n_ubatch=64)
     client = daemon.client()
     session = raw_session(client, session_key="kept")
+    session.ensure_prefix("Another one. ")
     before = footprint(daemon)
     threads = psutil.Process(daemon.process.pid).num_threads()
     resident: list[int] = []
@@ -91,6 +93,9 @@ def test_disconnects_in_prefill_leave_exact_numbers_and_nothing_else(
         until_free(client)
         told = session.explain()
         assert told.resident + told.available == WINDOW
+        if not count:  # it is about the cancelled prompt now, which this client knows nothing of
+            with pytest.raises(DigestMismatch):
+                session.prefill_suffix(" and then")
         # What arrived is found again, and only that: the rest of a shorter prompt is evaluated.
         again = session.ensure_prefix(text[:800])
         assert again.reused >= min(told.resident, again.prefix) - 2  # where the text was cut

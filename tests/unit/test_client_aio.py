@@ -142,6 +142,23 @@ async def test_a_decode_after_a_loss_gets_its_prefix_and_suffix_again(client, da
     assert "".join([c.text async for c in session.decode()]) == "you said: ab"
 
 
+async def test_a_recovery_that_was_cancelled_is_begun_anew(client, daemon, monkeypatch):
+    session = await client.open_session("tiny", recover=True, prompt_format="raw")
+    await session.ensure_prefix("prefix\n")
+    await session.prefill_suffix("ab")
+    daemon.world.bump()
+    again = session._ensure_again
+
+    async def cancelled(*_: object) -> None:
+        monkeypatch.setattr(session, "_ensure_again", again)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(session, "_ensure_again", cancelled)
+    with pytest.raises(asyncio.CancelledError):
+        [c.text async for c in session.decode()]
+    assert "".join([c.text async for c in session.decode()]) == "you said: ab"
+
+
 async def test_a_lost_connection_finds_the_successor(daemon):
     root = daemon.world.data_root
     async with await AsyncClient.connect(root) as client:
