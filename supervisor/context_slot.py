@@ -46,7 +46,7 @@ class ContextSlot(ParkingSlot):
     async def keep(self, session: Session, key: str) -> Saved:
         raise NotImplementedError
 
-    async def _close_unknown(self, session: Session) -> None:
+    async def _close_unknown(self, session: Session, *, discard: bool = False) -> None:
         raise NotImplementedError
 
     async def fork(
@@ -96,8 +96,8 @@ class ContextSlot(ParkingSlot):
             if durable:
                 try:
                     await self.keep(session, session_key)
-                except BaseException:
-                    self.spawn(self._close_unknown(session))
+                except BaseException:  # nobody has the branch: nor must its key be taken
+                    self.spawn(self._close_unknown(session, discard=True))
                     raise
             return Forked(session, results[-1], hold.waited_s)
 

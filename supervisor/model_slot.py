@@ -653,11 +653,11 @@ class ModelSlot(ContextSlot):
             self.spawn(self._close_unknown(session))
             raise
 
-    async def _close_unknown(self, session: Session) -> None:
+    async def _close_unknown(self, session: Session, *, discard: bool = False) -> None:
         """Nobody has its handle, and what was saved hasn't come back: it must not stand for it."""
         if self.sessions.is_open(session):
             with contextlib.suppress(ModeldError):
-                await self.close(session, why="opening it didn't go through")
+                await self.close(session, why="opening it didn't go through", discard=discard)
 
     async def keep(self, session: Session, key: str) -> Saved:
         """Make an open session durable under a key, and save it at once. In a hold.

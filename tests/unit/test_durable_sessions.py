@@ -605,6 +605,30 @@ async def test_age_removes_what_nobody_used_but_never_what_is_open(
     assert "saved.json" in scene.files("open")
 
 
+async def test_a_durable_fork_that_is_given_up_leaves_its_key_free(scene: Scene) -> None:
+    source, slot = (await scene.open()).session, scene.llama.slot
+    reached, go_on, call = asyncio.Event(), asyncio.Event(), slot.call
+
+    async def slowly(request: Payload, **options: Any) -> Payload:
+        if isinstance(request, SaveOp):
+            reached.set()
+            await go_on.wait()
+        return await call(request, **options)
+
+    slot.call = slowly  # type: ignore[method-assign]
+    task = asyncio.ensure_future(slot.fork(source, Caller(), session_key="branch", durable=True))
+    await reached.wait()
+    task.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await slot.drain()
+    assert slot.sessions.all() == [source]
+    assert scene.files("branch") == set()
+    branch = await slot.fork(source, Caller(), session_key="branch", durable=True)
+    assert branch.session.saved_unix_ms > 0
+
+
 async def test_an_open_that_is_given_up_leaves_no_half_restored_session(scene: Scene) -> None:
     await scene.saved()
     slot, call, reached = scene.llama.slot, scene.llama.slot.call, asyncio.Event()
