@@ -127,6 +127,8 @@ class PooledContext:
         self.engine_context.trim(keep)
         self._length = keep
         self._unmark(keep)
+        if not keep:
+            self.ranks = ()  # they were of what is gone
 
     def mark(self) -> Mark:
         """Of all that is held now; good for as long as the caller keeps it."""
@@ -225,6 +227,7 @@ class PooledContext:
             return False
         self._buffer[:count] = source.tokens[:count]
         self._length = count
+        self.ranks = source.ranks
         return True
 
     def export_state(self, begin: int, end: int) -> State:

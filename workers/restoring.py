@@ -21,6 +21,7 @@ from modeld.shared.errors import (
 from modeld.shared.messages import RestoreOp, RestoreResult
 from modeld.workers import state_import
 from modeld.workers.executor import OpContext
+from modeld.workers.parking import ranks_of
 from modeld.workers.pool import ContextPool
 from modeld.workers.residency import Cancelled, Source, held
 from modeld.workers.saving import Known, checked_folder, remember, seen_file
@@ -63,6 +64,7 @@ def restore(
         cancelled = True
     else:
         put_into(record, session)
+        session.entry.ranks = ranks_of(session)
         remember(session, folder, record.tokens, known)
     exact, why = _exactness(session, source, record)
     return RestoreResult(

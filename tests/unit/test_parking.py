@@ -252,6 +252,18 @@ def test_pinned_segments_stay_longer_than_volatile_ones() -> None:
     assert (status.restored, status.prefilled) == (0, 768)
 
 
+def test_a_fork_s_pinned_segments_are_pinned_before_its_next_prompt_too() -> None:
+    harness = Parked(ram=3 * 256 * 16 + 4 * (256 + 512 + 768), max_contexts=2)
+    harness.open(window=1024)
+    pinned = PromptIn(segments=[SegmentIn(text=A[:384] * 2, cache_class="task_pinned")])
+    harness.ensure(pinned)
+    fork(harness, "a", "b")
+    harness.close("a", discard=True)
+    harness.ensure(raw(B[:384] * 2), "b")  # what the fork held is parked for it
+    harness.ensure(raw("q0" * 384), "b")
+    assert harness.ensure(pinned, "b").restored == 768
+
+
 def test_no_more_ram_is_used_than_was_given_and_the_rest_is_on_disk(tmp_path: Path) -> None:
     harness = Parked(ram=10_000, disk=GIB, folder=tmp_path)
     harness.open(window=1024)
