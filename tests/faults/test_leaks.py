@@ -63,7 +63,8 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
     with data_root(tiny_gguf(folder / "tiny.gguf"), backend="openvino") as root:
         deep = tiny_gguf(folder / "deep.gguf", layers=24)
         put_in_store(root.path, deep, "openvino", name=DEEP)
-        yield root.start(n_ubatch=64)
+        # A cold store that the first rounds fill: what it takes later is a leak, too.
+        yield root.start(n_ubatch=64, cold_ram_bytes=1 << 20)
 
 
 @pytest.fixture(scope="module")
