@@ -17,6 +17,7 @@ from modeld.shared.capacity import CapacityRequest, Number, Reason, Resolution
 from modeld.shared.errors import InsufficientMemory, InvalidRequest, UnsupportedFeature
 from modeld.shared.messages import ForkOp, ForkResult, LoadResult, OpenOp, OpenResult
 from modeld.shared.planner.capacity import confirm
+from modeld.supervisor.awaiting import see_through
 from modeld.supervisor.durable_sessions import Saved, refuse_unless_saved
 from modeld.supervisor.findings import check_context
 from modeld.supervisor.models.store import StoredModel
@@ -155,9 +156,9 @@ class ContextSlot(ParkingSlot):
                 self._refuse_one_more()  # several may be on their way where they run together
                 joined = self._joined(capacity)
                 if joined is not None:
-                    return await self.see_through(opened(joined))
+                    return await see_through(opened(joined))
                 return await self.place(
-                    model, capacity, lambda plan: self.see_through(opened(plan)), kept=kept
+                    model, capacity, lambda plan: see_through(opened(plan)), kept=kept
                 )
         except asyncio.CancelledError:
             for session in self.sessions.all():

@@ -12,10 +12,10 @@ import hashlib
 import logging
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from modeld.shared.errors import (
     GenerationStale,
@@ -28,6 +28,7 @@ from modeld.shared.errors import (
 )
 from modeld.shared.manifest import Identity
 from modeld.shared.messages import Payload, RestoreOp, RestoreResult, SaveOp, SaveResult
+from modeld.supervisor.awaiting import see_through
 from modeld.supervisor.durable import fsync_dir, private_folder, storage_errors
 from modeld.supervisor.models.folders import is_plain_dir, remove_tree
 from modeld.supervisor.saved_folder import SavedFolder, SavedInfo, now_unix_ms, saved_info
@@ -143,7 +144,7 @@ class DurableSessions:
         """Save what the session is now. Goes through also where the caller is cancelled meanwhile,
         who is cancelled then. Raises nothing else: a failure is part of the answer.
         """
-        return await _through(self._save(session, send))
+        return await see_through(self._save(session, send))
 
     async def _save(self, session: Session, send: Send) -> Saved:
         began_s = time.perf_counter()
@@ -383,17 +384,3 @@ def _words(error: Exception) -> str:
     if isinstance(error, ModeldError):
         return error.message
     return f"It can't be read: {getattr(error, 'strerror', None) or error}."
-
-
-async def _through(work: Coroutine[Any, Any, T]) -> T:
-    """See ``work`` to its end, also when cancelled meanwhile; the cancel counts after it."""
-    task = asyncio.ensure_future(work)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        raise asyncio.CancelledError
-    return task.result()

@@ -46,6 +46,7 @@ from modeld.shared.messages import (
     UnloadOp,
 )
 from modeld.shared.planner.remedies import use_after_switch
+from modeld.supervisor.awaiting import see_through
 from modeld.supervisor.context_slot import ContextSlot
 from modeld.supervisor.durable_sessions import Resumed, Saved, refuse_unless_saved
 from modeld.supervisor.findings import check_load
@@ -740,8 +741,8 @@ class ModelSlot(ContextSlot):
         if session.durable and discard:
             session.durable = False  # what its last turn saves comes too late
             # First, so that it is forgotten also where the worker dies of the close.
-            await self.see_through(self.durable.forget(session.key))
-        return await self.see_through(self._close_in_worker(session, discard))
+            await see_through(self.durable.forget(session.key))
+        return await see_through(self._close_in_worker(session, discard))
 
     async def _close_in_worker(self, session: Session, discard: bool) -> int:
         generation = self.sessions.generation

@@ -27,6 +27,7 @@ from modeld.shared.errors import (
 )
 from modeld.shared.messages import ParkOp, ParkResult, Payload, ResumeOp, ResumeResult
 from modeld.supervisor import parking
+from modeld.supervisor.awaiting import see_through
 from modeld.supervisor.models.store import StoredModel
 from modeld.supervisor.planning import Question
 from modeld.supervisor.sessions import Back, Session
@@ -101,7 +102,7 @@ class ParkingSlot(SlotCore):
             if refusal is not None and not (spare and self._fits(question, machine, spare)):
                 others = self.sessions.resident - (kept is not None and not kept.parked)
                 raise parking.refused(refusal, parked, others, self.cannot_park) from None
-            if await self.see_through(self._park(spare[0])):
+            if await see_through(self._park(spare[0])):
                 parked += 1
             else:
                 stays.add(spare[0].session_id)
@@ -186,7 +187,7 @@ class ParkingSlot(SlotCore):
             await self.place(
                 resident.model,
                 replace(session.request, window=window, sessions=0),
-                lambda planned: self.see_through(self._resume(session, planned)),
+                lambda planned: see_through(self._resume(session, planned)),
                 kept=session,
             )
 

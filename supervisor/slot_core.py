@@ -11,9 +11,9 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from modeld.shared.capacity import (
     Resolution,
@@ -32,6 +32,7 @@ from modeld.shared.messages import (
     Payload,
     Status,
 )
+from modeld.supervisor.awaiting import see_through
 from modeld.supervisor.config import Config
 from modeld.supervisor.durable_sessions import DurableSessions
 from modeld.supervisor.events import EventBus
@@ -357,36 +358,9 @@ class SlotCore:
     async def ready(self, session: Session) -> None:
         """See to what an operation of the session needs: a slot that parks gives it a context."""
 
-    async def see_through(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work to its end, also when this task is cancelled meanwhile; then the cancel goes
-        on. For what must be known to have happened or not.
-        """
-        task = asyncio.ensure_future(work)
-        cancelled = False
-        while not task.done():
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError:
-                cancelled = True
-            except Exception:
-                break  # the work's own, raised below
-        if cancelled:
-            if not task.cancelled():
-                task.exception()  # seen: nobody is left to be told
-            raise asyncio.CancelledError
-        return task.result()
-
     async def _settle(self, operation: Operation) -> None:
         """Wait for a cancelled operation's terminal, whatever happens to this task meanwhile."""
-        waiting = asyncio.ensure_future(self._terminal(operation))
-        cancelled = False
-        while not waiting.done():
-            try:
-                await asyncio.shield(waiting)
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            raise asyncio.CancelledError
+        await see_through(self._terminal(operation))
 
     async def _terminal(self, operation: Operation) -> None:
         try:

@@ -112,7 +112,6 @@ class Gate:
         self._prompt_was_last = False
         self.current: Strand | None = None
         self.alive = 0  # strands that have begun and not ended
-        self.rounds = 0
 
     # --- strands -------------------------------------------------------------------------------
 
@@ -191,7 +190,6 @@ class Gate:
             requests[0].batch.broken = True
             for request in requests:
                 request.error, request.finished = _copy(fatal), True
-        self.rounds += 1
 
     def _steps(self, requests: list[_Request]) -> None:
         batch = requests[0].batch

@@ -22,6 +22,7 @@ from modeld.shared.errors import (
 )
 from modeld.shared.manifest import Identity
 from modeld.shared.messages import RestoreOp, RestoreResult, SaveOp, SaveResult
+from modeld.supervisor.awaiting import see_through
 from modeld.supervisor.model_slot import ModelSlot
 from modeld.supervisor.rpc import convert
 from modeld.supervisor.rpc.errors import Context, guarded
@@ -269,17 +270,7 @@ def snapshot_info(info: SavedInfo) -> pb.SnapshotInfo:
 
 async def in_thread(work: Callable[..., T], *args: Any) -> T:
     """Run blocking work to its end, also when cancelled meanwhile; the cancel counts after it."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *args))
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        task.exception()  # seen, if not told
-        raise asyncio.CancelledError
-    return task.result()
+    return await see_through(asyncio.to_thread(work, *args))
 
 
 @asynccontextmanager
