@@ -271,19 +271,25 @@ class OpenOp(_Message):
     streams: int = 0  # of the slot's batch, should this open be the one that makes it
 
 
-class OpenResult(_Message):
+class SlotTotals(_Message):
+    """What all of a slot's contexts take: part of every answer to what may have changed it."""
+
+    slot_cells: int = 0  # KV cells allocated
+    slot_bytes: int = 0  # KV and compute bytes
+    slot_compute_bytes: int = 0  # of those, compute buffers
+    reclaimable_bytes: int = 0  # of those, what contexts without a session hold
+    slot_placed: list[PlacedOut] = []  # by device
+    reclaimable_placed: list[PlacedOut] = []  # of those, of contexts without a session
+
+
+class OpenResult(SlotTotals, kw_only=True):
     window: int  # tokens actually allocated (the engine rounds up)
     kv_bytes: int
     compute_bytes: int
-    slot_cells: int  # KV cells allocated in the slot by all contexts
+    slot_cells: int
     reused_context: bool
     retained: int  # tokens the context it got still holds
-    slot_bytes: int = 0  # KV and compute bytes of all contexts in the slot
-    slot_compute_bytes: int = 0  # of those, compute buffers
-    reclaimable_bytes: int = 0  # of those, what contexts without a session hold
     placed: list[PlacedOut] = []  # of this context, by device
-    slot_placed: list[PlacedOut] = []  # of all contexts in the slot, by device
-    reclaimable_placed: list[PlacedOut] = []  # of those, of contexts without a session
 
 
 class ParkOp(_Message):
@@ -292,18 +298,12 @@ class ParkOp(_Message):
     session_id: str
 
 
-class ParkResult(_Message):
+class ParkResult(SlotTotals, kw_only=True):
     parked: int  # tokens whose KV the cold store holds now, of what the context held
     lost: int  # … and those that it doesn't: they are evaluated again
     ram_bytes: int  # of the cold store, in use after this
     disk_bytes: int
     seconds: float
-    slot_cells: int = 0
-    slot_bytes: int = 0
-    slot_compute_bytes: int = 0
-    reclaimable_bytes: int = 0
-    slot_placed: list[PlacedOut] = []
-    reclaimable_placed: list[PlacedOut] = []
 
 
 class ResumeOp(_Message):
@@ -392,7 +392,7 @@ class RestoreOp(_Message):
     record: str  # name of the record's file in it
 
 
-class RestoreResult(_Message):
+class RestoreResult(SlotTotals, kw_only=True):
     tokens: int  # whose KV was brought back; 0 where it was cancelled: then nothing changed
     resident: int
     available: int
@@ -403,12 +403,6 @@ class RestoreResult(_Message):
     exact_reason: str
     seconds: float
     cancelled: bool = False
-    slot_cells: int = 0
-    slot_bytes: int = 0
-    slot_compute_bytes: int = 0
-    reclaimable_bytes: int = 0
-    slot_placed: list[PlacedOut] = []
-    reclaimable_placed: list[PlacedOut] = []
 
 
 class CloseOp(_Message):
@@ -416,14 +410,8 @@ class CloseOp(_Message):
     discard: bool = False
 
 
-class CloseResult(_Message):
+class CloseResult(SlotTotals, kw_only=True):
     retained: int
-    slot_cells: int = 0
-    slot_bytes: int = 0
-    slot_compute_bytes: int = 0
-    reclaimable_bytes: int = 0
-    slot_placed: list[PlacedOut] = []
-    reclaimable_placed: list[PlacedOut] = []
 
 
 # --- residency: a session's KV on disk, in a second session, shorter ------------------------------
@@ -461,7 +449,7 @@ class ImportOp(_Message):
     path: str
 
 
-class ImportResult(_Message):
+class ImportResult(SlotTotals, kw_only=True):
     begin: int
     end: int
     tokens: int  # 0 where it was cancelled: then nothing changed
@@ -474,12 +462,6 @@ class ImportResult(_Message):
     exact_reason: str
     seconds: float
     cancelled: bool = False
-    slot_cells: int = 0
-    slot_bytes: int = 0
-    slot_compute_bytes: int = 0
-    reclaimable_bytes: int = 0
-    slot_placed: list[PlacedOut] = []
-    reclaimable_placed: list[PlacedOut] = []
 
 
 class ForkOp(_Message):

@@ -27,15 +27,12 @@ from modeld.shared.errors import InsufficientMemory
 from modeld.shared.manifest import AdapterId, Identity
 from modeld.shared.messages import (
     AdapterIn,
-    CloseResult,
     ColdIn,
     Hello,
     LoadOp,
     LoadResult,
-    OpenResult,
-    ParkResult,
     PlacedOut,
-    RestoreResult,
+    SlotTotals,
 )
 from modeld.shared.planner.remedies import use_after_switch
 from modeld.supervisor.config import Config
@@ -48,7 +45,6 @@ from modeld.supervisor.planning import Planning, Question
 log = logging.getLogger(__name__)
 
 NO_COMPANIONS = Companions()
-Counted = OpenResult | CloseResult | ParkResult | RestoreResult  # what tells the slot's totals
 # Of a worker's memory that grew and isn't KV: what may be anything but a compute buffer.
 TOUCHED_SLACK_BYTES = 8 << 20
 
@@ -144,7 +140,7 @@ class SlotPlan:
             return 0
         return max(0, anonymous - before)
 
-    def count(self, told: Counted, sessions: int, opened: Resolution | None = None) -> None:
+    def count(self, told: SlotTotals, sessions: int, opened: Resolution | None = None) -> None:
         """Keep what the worker said that its contexts hold. Its totals are over all memories.
 
         ``sessions`` have a context; ``opened`` is the plan of the one that is new among them.

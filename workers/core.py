@@ -275,18 +275,9 @@ class SessionCore:
         session.counters["adopted_contexts" if reused else "created_contexts"] += 1
         self._sessions[op.session_id] = session
         return OpenResult(
-            window=entry.window,
-            kv_bytes=entry.engine_context.kv_bytes,
-            compute_bytes=entry.engine_context.compute_bytes,
-            slot_cells=pool.slot_cells,
             reused_context=reused,
             retained=len(entry),
-            slot_bytes=pool.slot_bytes,
-            slot_compute_bytes=pool.slot_compute_bytes,
-            reclaimable_bytes=pool.reclaimable_bytes,
-            slot_placed=pool.slot_placed,
-            reclaimable_placed=pool.reclaimable_placed,
-            placed=list(entry.engine_context.placed),
+            **pool.opened(entry),
         )
 
     def _layout(self, op: OpenOp) -> Layout | None:
@@ -316,12 +307,7 @@ class SessionCore:
             retained = len(entry)
         return CloseResult(
             retained=retained,
-            slot_cells=pool.slot_cells,
-            slot_bytes=pool.slot_bytes,
-            slot_compute_bytes=pool.slot_compute_bytes,
-            reclaimable_bytes=pool.reclaimable_bytes,
-            slot_placed=pool.slot_placed,
-            reclaimable_placed=pool.reclaimable_placed,
+            **pool.totals(),
         )
 
     def _check_new(self, field: str, session_id: str) -> None:

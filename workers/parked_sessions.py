@@ -39,12 +39,7 @@ def park(session: Session, pool: ContextPool) -> ParkResult:
         ram_bytes=parking.store.ram_bytes if parking is not None else 0,
         disk_bytes=parking.store.disk_bytes if parking is not None else 0,
         seconds=time.perf_counter() - began_s,
-        slot_cells=pool.slot_cells,
-        slot_bytes=pool.slot_bytes,
-        slot_compute_bytes=pool.slot_compute_bytes,
-        reclaimable_bytes=pool.reclaimable_bytes,
-        slot_placed=pool.slot_placed,
-        reclaimable_placed=pool.reclaimable_placed,
+        **pool.totals(),
     )
 
 
@@ -90,18 +85,9 @@ def resume(session: Session, pool: ContextPool, *, reused: bool, began_s: float)
     session.counters["restored_tokens"] += max(0, now - found)
     pool.touch(entry)
     return ResumeResult(
-        window=entry.window,
-        kv_bytes=entry.engine_context.kv_bytes,
-        compute_bytes=entry.engine_context.compute_bytes,
-        slot_cells=pool.slot_cells,
         reused_context=reused,
         retained=session.retained,
-        slot_bytes=pool.slot_bytes,
-        slot_compute_bytes=pool.slot_compute_bytes,
-        reclaimable_bytes=pool.reclaimable_bytes,
-        placed=list(entry.engine_context.placed),
-        slot_placed=pool.slot_placed,
-        reclaimable_placed=pool.reclaimable_placed,
+        **pool.opened(entry),
         restored=max(0, now - found),
         missing=max(0, parked.tokens - now),
         resident=session.logical,

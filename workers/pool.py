@@ -9,7 +9,7 @@ import logging
 import weakref
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -313,6 +313,28 @@ class ContextPool:
     def reclaimable_placed(self) -> list[PlacedOut]:
         """Those of contexts without a session."""
         return _added(self._given_back())
+
+    def totals(self) -> dict[str, Any]:
+        """The fields of ``SlotTotals``, as they are now."""
+        return {
+            "slot_cells": self.slot_cells,
+            "slot_bytes": self.slot_bytes,
+            "slot_compute_bytes": self.slot_compute_bytes,
+            "reclaimable_bytes": self.reclaimable_bytes,
+            "slot_placed": self.slot_placed,
+            "reclaimable_placed": self.reclaimable_placed,
+        }
+
+    def opened(self, entry: PooledContext) -> dict[str, Any]:
+        """What an ``OpenResult`` tells of a session's context, and the totals with it."""
+        context = entry.engine_context
+        return {
+            "window": entry.window,
+            "kv_bytes": context.kv_bytes,
+            "compute_bytes": context.compute_bytes,
+            "placed": list(context.placed),
+            **self.totals(),
+        }
 
     @property
     def in_use(self) -> int:

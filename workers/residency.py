@@ -256,18 +256,9 @@ def fork(
     )
     session.counters["adopted_contexts" if reused else "created_contexts"] += 1
     return session, ForkResult(
-        window=entry.window,
-        kv_bytes=entry.engine_context.kv_bytes,
-        compute_bytes=entry.engine_context.compute_bytes,
-        slot_cells=pool.slot_cells,
         reused_context=reused,
         retained=session.retained,
-        slot_bytes=pool.slot_bytes,
-        slot_compute_bytes=pool.slot_compute_bytes,
-        reclaimable_bytes=pool.reclaimable_bytes,
-        slot_placed=pool.slot_placed,
-        reclaimable_placed=pool.reclaimable_placed,
-        placed=list(entry.engine_context.placed),
+        **pool.opened(entry),
         copied=count,
         resident=session.logical,
         seconds=time.perf_counter() - began_s,

@@ -78,12 +78,7 @@ def restore(
         exact_reason=why,
         seconds=time.perf_counter() - began_s,
         cancelled=cancelled,
-        slot_cells=pool.slot_cells,
-        slot_bytes=pool.slot_bytes,
-        slot_compute_bytes=pool.slot_compute_bytes,
-        reclaimable_bytes=pool.reclaimable_bytes,
-        slot_placed=pool.slot_placed,
-        reclaimable_placed=pool.reclaimable_placed,
+        **pool.totals(),
     )
 
 
