@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bench import machine, report
 from bench.cases import (
+    batched,
     decode,
     growing_turn,
     openvino,
@@ -38,6 +39,7 @@ CASES: dict[str, Callable[[Lab], None]] = {
     "planner": planner.run,
     "openvino": openvino.run,
     "residency": residency.run,
+    "batched": batched.run,
     "memory": supervisor.memory,  # last: after all that the daemon has served
 }
 TEST_MODEL = REPOSITORY / ".data" / "test" / "SmolLM2-135M-Instruct.Q4_1.gguf"

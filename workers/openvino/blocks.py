@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -115,18 +115,23 @@ class BlockPool:
     def is_shared(self, block: int) -> bool:
         return self._owners[block] > 1
 
-    def drop(self, block: int) -> None:
-        """One owner less; without any, its memory goes back to the system."""
-        self._owners[block] -= 1
-        if self._owners[block]:
-            return
-        del self._owners[block]
-        self._free.append(block)
-        for port, area in zip(self._ports, self._maps, strict=True):
-            begin = -(-block * port.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            end = (block + 1) * port.block_bytes // mmap.PAGESIZE * mmap.PAGESIZE
-            if end > begin:
-                area.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+    def drop(self, blocks: Sequence[int]) -> None:
+        """One owner less of each; what is left without any gives its memory back to the system."""
+        freed = []
+        for block in blocks:
+            self._owners[block] -= 1
+            if not self._owners[block]:
+                del self._owners[block]
+                freed.append(block)
+        freed.sort()
+        self._free += reversed(freed)
+        # Run by run: the system takes longer to be asked than to take a run of any length.
+        for begin, end in _runs(freed):
+            for port, area in zip(self._ports, self._maps, strict=True):
+                first = -(-begin * port.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+                last = end * port.block_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+                if last > first:
+                    area.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def own(self, block: int) -> int:
         """The block itself, or a copy of it where others read it too: one that may be written."""
@@ -136,7 +141,7 @@ class BlockPool:
         for port, raw in zip(self._ports, self._bytes, strict=True):
             size = port.block_bytes
             raw[copy * size : (copy + 1) * size] = raw[block * size : (block + 1) * size]
-        self.drop(block)
+        self.drop([block])
         return copy
 
     def read(self, blocks: Sequence[int]) -> Bytes:
@@ -159,6 +164,15 @@ class BlockPool:
             rows = data[begin : begin + size].reshape(len(blocks), port.block_bytes)
             raw.reshape(-1, port.block_bytes)[list(blocks)] = rows
             begin += size
+
+
+def _runs(ordered: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """``[begin, end)`` of the numbers that follow each other."""
+    begin = 0
+    for at in range(1, len(ordered) + 1):
+        if at == len(ordered) or ordered[at] != ordered[at - 1] + 1:
+            yield ordered[begin], ordered[at - 1] + 1
+            begin = at
 
 
 def _reserve(size: int) -> mmap.mmap:

@@ -363,8 +363,8 @@ class PagedContext:
     def _give_back(self) -> None:
         """Drop the blocks behind the length."""
         held = -(-self._length // BLOCK_TOKENS)
-        while len(self._blocks) > held:
-            self._pool.drop(self._blocks.pop())
+        self._pool.drop(self._blocks[held:])
+        del self._blocks[held:]
 
     def logits(self) -> Logits:
         """See the protocol. Raises SessionFatal where they aren't numbers."""
@@ -456,7 +456,7 @@ class PagedContext:
         if not self._open:
             return
         self._open, self._has_logits = False, False
-        while self._blocks:
-            self._pool.drop(self._blocks.pop())
+        self._pool.drop(self._blocks)
+        self._blocks.clear()
         self._pool.unreserve(self._reserved)
         self._model.sequences.discard(self)
