@@ -102,7 +102,9 @@ class LlamaServer:
             "--host": HERE,
             "--port": self.port,
         }
-        given = [str(part) for pair in options.items() for part in pair]
+        # Repacked weights need AMX here, which a virtual machine may list and then not execute; the
+        # product leaves them off for the same reason.
+        given = [str(part) for pair in options.items() for part in pair] + ["--no-repack"]
         self._log = folder / "llama-server.log"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
