@@ -112,19 +112,21 @@ def admit(session: Session, pool: ContextPool, chosen: Chosen, context: OpContex
     assert before is not None
     restored: Ranges = ()
     resident_before = session.resident_ranges()
-    session.layout = admitting(before, chosen.ranges, chosen.asked)
+    layout = admitting(before, chosen.ranges, chosen.asked)
     try:
         if chosen.ranges:
-            streaming = Streaming(session, pool, need_logits=True)
+            streaming = Streaming(session, pool, need_logits=True, layout=layout)
             arrived = streaming.advance(session.length, context)
             evaluated = streaming.evaluated
             restored = minus(streaming.restored, streaming.fresh)
         else:
+            session.layout = layout
             evaluated, arrived = Answering(session, pool, context).ensure_logits()
             session.counters["cancelled_ops"] += not arrived
     except NoRoom as error:
         session.layout, size = before, session.length
         raise overflow(session, pool, "admit", size, 0, error) from None
+    assert session.layout is not None
     resident = common(chosen.ranges, session.resident_ranges())
     parked, gone = standing(session, pool, session.length)
     return AdmitResult(

@@ -14,7 +14,7 @@ from modeld.shared.errors import InsufficientMemory
 
 if TYPE_CHECKING:
     from modeld.workers.engine import BatchContext, EngineContext
-    from modeld.workers.pool import PooledContext, Shape
+    from modeld.workers.pooled_context import PooledContext, Shape
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,11 @@ class BatchedContexts:
     def idle(self) -> bool:
         """Whether there are streams, and no session has one."""
         return bool(self.entries) and all(entry.owner is None for entry in self.entries)
+
+    @property
+    def broken(self) -> bool:
+        """Whether nothing that the streams hold can be trusted."""
+        return self._batch is not None and self._batch.broken
 
     def free(self) -> list[PooledContext]:
         """Streams without a session: empty ones first, then by last use."""
@@ -87,7 +92,7 @@ class BatchedContexts:
         """
         entry.owner = None
         entry.close()
-        return self._batch is not None and self._batch.broken and self.idle
+        return self.broken and self.idle
 
     def close(self) -> list[PooledContext]:
         """Free it; the contexts that are gone. Idempotent."""

@@ -2,11 +2,15 @@
 
 Owns the files' names, what is swept at the start, and that a damaged one is never trusted. Knows
 neither what is in RAM nor who evicts whom.
+
+A name says all that finding a block takes but its tokens, so that no file is opened before it is
+wanted: a start takes as long as listing the folder does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
@@ -15,15 +19,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from modeld.shared.errors import InsufficientMemory, InvalidRequest, ModeldError, StorageFull
-from modeld.workers.state_file import PARTIAL_SUFFIX, StateHeader, open_state, write_state
+from modeld.shared.errors import InsufficientMemory, InvalidRequest, StorageFull
+from modeld.workers.new_files import Live, nobody
+from modeld.workers.state_file import (
+    PARTIAL_SUFFIX,
+    StateFile,
+    StateHeader,
+    Tokens,
+    open_state,
+    write_state,
+)
 
 if TYPE_CHECKING:
     from modeld.workers.engine import State
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"^([0-9a-f]{64})\.(\d)\.kv\Z")  # the block's key, and its rank
+_SUFFIX = ".kv"
+# Who made it, the chain before the block and at its end, its positions, and its rank.
+_NAME = re.compile(r"^([0-9a-f]{8})\.([0-9a-f]{64})\.([0-9a-f]{64})\.(\d+)-(\d+)\.(\d)\.kv\Z")
 # Of a file besides payload and token ids: header and alignment, generously.
 _OVERHEAD_BYTES = 1024
 
@@ -36,21 +50,22 @@ class Maker:
     build_digest: str
     state_layout: str
 
-    def made(self, header: StateHeader) -> bool:
-        return (header.backend, header.build_digest, header.state_layout) == (
-            self.backend,
-            self.build_digest,
-            self.state_layout,
-        )
+    @property
+    def mark(self) -> str:
+        made = "\0".join((self.backend, self.build_digest, self.state_layout))
+        return hashlib.sha256(made.encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A file of an earlier process."""
+    """A file of an earlier process, by its name."""
 
     path: Path
+    before: str
+    key: str
+    begin: int
+    end: int
     rank: int
-    header: StateHeader
     file_bytes: int
     used_s: float
 
@@ -59,44 +74,39 @@ class ColdFolder:
     """Files of blocks in ``folder``, which exists and is nobody else's."""
 
     def __init__(self, folder: Path, maker: Maker) -> None:
-        self._folder, self._maker = folder, maker
+        self._folder, self._mark = folder, maker.mark
 
-    def found(self, beat: Callable[[], None]) -> Iterator[Found | None]:
-        """What is there, and None for each damaged file, which is deleted. What a crash cut off
-        and what other builds wrote is deleted too. Payloads are verified when they are read.
-        """
+    def found(self, beat: Callable[[], None]) -> Iterator[Found]:
+        """What is there. What a crash cut off and what other builds wrote is deleted."""
         try:
-            paths = sorted(self._folder.iterdir())
+            entries = list(os.scandir(self._folder))
         except OSError as error:
             log.warning("the cold store's folder can't be read: %s", error.strerror)
             return
-        for path in paths:
+        for entry in entries:
             beat()
-            match = _NAME.match(path.name)
-            if match is None:
-                if path.name.endswith(PARTIAL_SUFFIX):
+            path, match = Path(entry.path), _NAME.match(entry.name)
+            if match is None or match[1] != self._mark:
+                if entry.name.endswith((PARTIAL_SUFFIX, _SUFFIX)):
                     remove(path)
                 continue
-            try:
-                used_s = path.stat().st_mtime
-                with open_state(str(path)) as file:
-                    header, size = file.header, path.stat().st_size
-            except (OSError, ModeldError) as error:
-                log.warning("a stored block is damaged and was deleted: %s", error)
-                remove(path)
-                yield None
-                continue
-            if not self._maker.made(header) or header.chain != match[1]:
-                log.info("deleting a stored block of another build or name")
-                remove(path)
-                continue
-            yield Found(path, int(match[2]), header, size, used_s)
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                yield Found(
+                    path, match[2], match[3], int(match[4]), int(match[5]), int(match[6]),
+                    status.st_size, status.st_mtime,
+                )  # fmt: skip
 
-    def write(self, header: StateHeader, state: State, rank: int) -> tuple[Path, int] | None:
-        """The new file and its bytes; None where it can't be written, which leaves nothing."""
-        path = self._folder / f"{header.chain}.{rank}.kv"
+    def write(
+        self, header: StateHeader, state: State, rank: int, live: Live
+    ) -> tuple[Path, int] | None:
+        """The new file and its bytes; None where it can't be written, which leaves nothing. Raises
+        Cancelled, which leaves nothing either.
+        """
+        parts = (self._mark, header.chain_before, header.chain, f"{header.begin}-{header.end}")
+        path = self._folder / f"{'.'.join(parts)}.{rank}{_SUFFIX}"
         try:
-            written = write_state(path, header, 1, [(header.end, state)])
+            written = write_state(path, header, 1, [(header.end, state)], live)
         except (StorageFull, InvalidRequest, OSError) as error:
             log.warning("a block isn't kept on disk: %s", error)
             return None
@@ -108,22 +118,39 @@ def file_bytes(header: StateHeader, state_bytes: int) -> int:
     return state_bytes + len(header.token_ids) + _OVERHEAD_BYTES
 
 
-def read_block(path: Path, key: str, spare_bytes: Callable[[], int]) -> State | None:
-    """The payload, every byte verified; None where there is no memory for it now.
+def read_ids(path: Path) -> Tokens:
+    """The tokens of a block's own positions.
 
     Raises ModeldError or OSError for a file that is damaged, gone or of another block.
     """
     with open_state(str(path)) as file:
-        if file.header.chain != key:
-            raise InvalidRequest.of("path", path.name, "the file of this block")
+        _check_named(path, file)
+        return file.header.tokens[file.header.begin :].copy()
+
+
+def read_block(path: Path, spare_bytes: Callable[[], int], live: Live = nobody) -> State | None:
+    """The payload, every byte verified; None where there is no memory for it now.
+
+    Raises ModeldError or OSError for a file that is damaged, gone or of another block, and
+    Cancelled.
+    """
+    with open_state(str(path)) as file:
+        _check_named(path, file)
         try:
-            states = [state for _, state in file.parts(spare_bytes)]
+            states = [state for _, state in file.parts(spare_bytes, live)]
         except InsufficientMemory as error:
             log.info("%s", error.message)
             return None
-    with contextlib.suppress(OSError):  # what was used lately is indexed as such
+    with contextlib.suppress(OSError):  # what was used lately is listed as such
         os.utime(path)
     return states[0]
+
+
+def _check_named(path: Path, file: StateFile) -> None:
+    header = file.header
+    named = f".{header.chain_before}.{header.chain}.{header.begin}-{header.end}."
+    if named not in path.name:
+        raise InvalidRequest.of("path", path.name, "the file of this block")
 
 
 def remove(path: Path) -> None:

@@ -1,31 +1,21 @@
 """The session core: serves every operation of a worker over an engine's primitives.
 
-Owns sessions and their contexts, from load to unload. Knows no particular engine, and nothing of
-leases, clients, policy or transport.
+Owns which operation is done how, and beside which others it may run. What a load brings is the
+loaded model's. Knows no particular engine, and nothing of leases, clients, policy or transport.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
-from modeld.shared.errors import (
-    InvalidRequest,
-    ModeldError,
-    ModelNotActive,
-    SessionFatal,
-    SessionNotFound,
-    UnsupportedFeature,
-)
+from modeld.shared.errors import InvalidRequest, ModelNotActive
 from modeld.shared.messages import (
     AdmitOp,
     AdmitResult,
     CloseOp,
     CloseResult,
-    DecodeIn,
     DecodeOp,
     DetokenizeOp,
     DetokenizeResult,
@@ -50,7 +40,6 @@ from modeld.shared.messages import (
     ParkOp,
     ParkResult,
     Payload,
-    Progress,
     PromptIn,
     RenderOp,
     RenderResult,
@@ -60,7 +49,6 @@ from modeld.shared.messages import (
     ResumeResult,
     SaveOp,
     SaveResult,
-    SegmentIn,
     Status,
     SuffixOp,
     TokenizeOp,
@@ -70,36 +58,31 @@ from modeld.shared.messages import (
     TurnOp,
     UnloadOp,
 )
-from modeld.shared.planner.residency import Layout, sizes_of
 from modeld.workers import (
     admit,
     eviction,
     faults,
     parked_sessions,
+    questions,
     residency,
     restoring,
     saving,
     state_import,
-    structured,
 )
 from modeld.workers.batching import Gate, Place
 from modeld.workers.decode import check_options, decode, nothing_decoded
 from modeld.workers.embedding import embed
 from modeld.workers.engine import Engine
 from modeld.workers.executor import OpContext
-from modeld.workers.images import SeeingEngine
-from modeld.workers.parking import Parking, parking_of
-from modeld.workers.pool import ContextPool, Shape
-from modeld.workers.prefill import check_bytes
-from modeld.workers.prompt import Assembled, PromptAssembler
-from modeld.workers.quality import KV_TYPE, greedy_probe
-from modeld.workers.session import COUNTERS, Session
-from modeld.workers.splits import Controls, Part
-from modeld.workers.structured import Constraint, Constraints
-from modeld.workers.template import ChatTemplate
+from modeld.workers.loaded_model import LoadedModel, load
+from modeld.workers.new_files import Live, nobody
+from modeld.workers.pooled_context import Shape
+from modeld.workers.prompt import Assembled
+from modeld.workers.session import Session
 
-log = logging.getLogger(__name__)
-
+# How long parked KV may take to get to disk when its model goes, and when the worker does, which
+# has 5 seconds to leave.
+_KEEP_S, _KEEP_AT_CLOSE_S = 10.0, 2.0
 # What needs no batch, nor a long time: it is done between two batches of what runs.
 _BETWEEN = (OpenOp, CloseOp, ExplainOp, TokenizeOp, DetokenizeOp, RenderOp)
 
@@ -114,13 +97,7 @@ class SessionCore:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._pool: ContextPool | None = None
-        self._template: ChatTemplate | None = None
-        self._evicts = ""  # the capability overflow.evict of the loaded model
-        self._source: residency.Source | None = None
-        self._parking: Parking | None = None
-        self._constraints: Constraints | None = None  # made for the first decode under one
-        self._sessions: dict[str, Session] = {}
+        self._model: LoadedModel | None = None
         self.gate = Gate()
         self._serve: dict[type, Callable[[Any, OpContext], Payload]] = {
             LoadOp: self._load,
@@ -157,8 +134,8 @@ class SessionCore:
             raise InvalidRequest.of(
                 "operation", type(request).__name__, ", ".join(op.__name__ for op in self._serve)
             )
-        if self._parking is not None:
-            self._parking.beat = context.beat
+        if self._model is not None and self._model.parking is not None:
+            self._model.parking.serve(residency.live_of(context))
         return serve(request, context)
 
     def sessions(self, request: Payload) -> tuple[str, ...]:
@@ -173,7 +150,7 @@ class SessionCore:
         ids = self.sessions(request)
         if not ids:
             return Place("alone")
-        session = self._sessions.get(ids[0])
+        session = self._model.sessions.by_id.get(ids[0]) if self._model is not None else None
         if session is None:  # it is refused
             return Place("between")
         return Place("beside" if session.batched else "alone", ids)
@@ -181,12 +158,13 @@ class SessionCore:
     @property
     def cold_bytes(self) -> int:
         """RAM of the cold store now; read by any thread."""
-        parking = self._parking
+        model = self._model
+        parking = model.parking if model is not None else None
         return parking.store.ram_bytes if parking is not None else 0
 
     def close(self) -> None:
-        """Free everything. Idempotent."""
-        self._drop_model()
+        """Free everything, within the seconds that a worker has to leave. Idempotent."""
+        self._drop_model(_KEEP_AT_CLOSE_S)
 
     # --- model ---------------------------------------------------------------------------------
 
@@ -194,73 +172,39 @@ class SessionCore:
         """Load a model in the place of the one that is loaded, whose sessions go with it."""
         if op.max_contexts < 1:
             raise InvalidRequest.of("max_contexts", op.max_contexts, "1 or more")
-        self._drop_model()
-
-        def report(stage: str, fraction: float) -> None:
-            faults.point("load")
-            context.beat()
-            context.emit(Progress(stage=stage, fraction=fraction))
-
-        def polled() -> bool:
-            context.beat()
-            return context.cancelled()
-
-        result = self._engine.load(op, report, context.cancelled)
-        if op.quality and not result.capabilities.get("generate", "").startswith("no"):
-            try:
-                # Where an executor is named, the KV type is compiled in.
-                kv_type = op.k_type if result.executor else KV_TYPE
-                result.quality = greedy_probe(self._engine, report, polled, kv_type)
-            except BaseException:
-                self._drop_model()
-                raise
-        self._pool = ContextPool(self._engine, op.max_contexts, self.gate)
-        source = self._engine.chat_template
-        if source:
-            self._template = template = ChatTemplate(source, self._engine.special_texts())
-            result.template_digest = template.digest
-            result.template_supports_tools = template.supports_tools
-        hello = self._engine.hello()
-        self._source = residency.Source.of(hello, result)
-        self._evicts = result.capabilities.get("overflow.evict", "")
-        self._parking = self._pool.parking = parking_of(op, result, self._source, context.beat)
-        declared = result.longest_gap_s or hello.longest_gap_s
-        result.longest_gap_s = structured.longest_gap_s(declared, result.vocab)
+        self._drop_model(_KEEP_S, residency.live_of(context))
+        self._model, result = load(self._engine, op, self.gate, context)
         return result
 
     def _unload(self, op: UnloadOp, context: OpContext) -> Empty:
-        self._drop_model()
+        self._drop_model(_KEEP_S, residency.live_of(context))
         return Empty()
 
-    def _drop_model(self) -> None:
-        self._sessions.clear()
-        self._template = None
-        self._constraints = None
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
-        parking, self._parking = self._parking, None
-        if parking is not None:
-            parking.close()
+    def _drop_model(self, keep_s: float, live: Live = nobody) -> None:
+        model, self._model = self._model, None
+        if model is not None:
+            model.close(keep_s, live)
         self._engine.unload()
 
-    def _loaded(self) -> ContextPool:
-        if self._pool is None:
+    @property
+    def model(self) -> LoadedModel:
+        """What is loaded. Raises ModelNotActive."""
+        if self._model is None:
             raise ModelNotActive("No model is loaded in this worker. Load one first.")
-        return self._pool
+        return self._model
 
     # --- sessions ------------------------------------------------------------------------------
 
     def _open(self, op: OpenOp, context: OpContext) -> OpenResult:
-        pool = self._loaded()
-        self._check_new("session_id", op.session_id)
+        model = self.model
+        model.sessions.check_new("session_id", op.session_id)
         if op.window < 1:
             raise InvalidRequest.of("window", op.window, "1 token or more")
-        layout = self._layout(op)
-        assembler = self._assembler(op.prompt_format)
+        layout = model.layout(op)
+        assembler = model.assembler(op.prompt_format)
         faults.point("open")
         shape = Shape(op.window, op.k_type, op.v_type, _streams(op))
-        entry, reused = pool.acquire(op.session_id, shape, op.free_bytes, op.compute_bytes)
+        entry, reused = model.pool.acquire(op.session_id, shape, op.free_bytes, op.compute_bytes)
         session = Session(
             session_id=op.session_id,
             assembler=assembler,
@@ -273,132 +217,52 @@ class SessionCore:
             layout=layout,
         )
         session.counters["adopted_contexts" if reused else "created_contexts"] += 1
-        self._sessions[op.session_id] = session
+        model.sessions.add(session)
         return OpenResult(
             reused_context=reused,
             retained=len(entry),
-            **pool.opened(entry),
+            **model.pool.opened(entry),
         )
 
-    def _layout(self, op: OpenOp) -> Layout | None:
-        """None under overflow refuse."""
-        if op.overflow == "refuse":
-            return None
-        if op.overflow != "evict":
-            raise InvalidRequest.of("overflow", op.overflow, "refuse or evict")
-        if not self._evicts.startswith("yes"):
-            raise UnsupportedFeature(
-                "The loaded model can't be served beyond its window: "
-                f"{self._evicts.partition(': ')[2] or 'its executor does not say so'}. Open with "
-                "overflow refuse.",
-                metadata={"capability": "overflow.evict"},
-            )
-        return Layout(sizes_of(op.window))
-
     def _close(self, op: CloseOp, context: OpContext) -> CloseResult:
-        pool = self._loaded()
-        entry = self._any_session(op.session_id).context
-        del self._sessions[op.session_id]
+        model = self.model
+        entry = model.sessions.remove(op.session_id).context
         retained = 0
         if entry is not None and op.discard:
-            pool.destroy(entry)
+            model.pool.destroy(entry)
         elif entry is not None:
-            pool.release(entry)
+            model.pool.release(entry)
             retained = len(entry)
         return CloseResult(
             retained=retained,
-            **pool.totals(),
+            **model.pool.totals(),
         )
 
-    def _check_new(self, field: str, session_id: str) -> None:
-        if session_id in self._sessions:
-            raise InvalidRequest.of(field, session_id, "an id that isn't open")
-
-    def _session(self, session_id: str) -> Session:
-        """An open session that can still be used; raises SessionNotFound or SessionFatal."""
-        session = self._any_session(session_id)
-        if session.parked is not None:
-            raise InvalidRequest.of(
-                "session_id", session_id, "a session that isn't parked", "Resume it first."
-            )
-        if session.context is None:
-            raise SessionFatal(
-                "This session's context was destroyed after an engine error. Open a new session.",
-                metadata={"cause": session.fatal_cause, "session_id": session_id},
-            )
-        return session
-
-    def _any_session(self, session_id: str) -> Session:
-        self._loaded()
-        session = self._sessions.get(session_id)
-        if session is None:
-            raise SessionNotFound(
-                f"This worker has no session {session_id!r}. Open one.",
-                metadata={"session_id": session_id},
-            )
-        return session
-
-    @contextlib.contextmanager
-    def _changing(self, session: Session) -> Iterator[None]:
-        """While KV is being changed: whatever leaves its state unknown ends the session."""
-        try:
-            yield
-        except SessionFatal as error:
-            self._condemn(session, error.metadata.get("cause", "engine_error"))
-            raise
-        except ModeldError:
-            raise
-        except Exception as error:
-            log.exception("an operation failed while it changed KV")
-            self._condemn(session, "engine_error")
-            raise SessionFatal(
-                f"The engine failed ({type(error).__name__}); the session's state can't be "
-                "trusted and was destroyed. Open a new session.",
-                metadata={"cause": "engine_error", "session_id": session.session_id},
-            ) from None
-
-    def _condemn(self, session: Session, cause: str) -> None:
-        entry, session.context, session.fatal_cause = session.context, None, cause
-        session.logical = 0
-        if entry is not None:
-            self._loaded().destroy(entry)
-
-    # --- prompts -------------------------------------------------------------------------------
-
-    def _assembler(self, prompt_format: str) -> PromptAssembler:
-        if prompt_format not in ("raw", "chat"):
-            raise InvalidRequest.of("prompt_format", prompt_format, "raw or chat")
-        engine = self._engine
-        vision = engine.vision if isinstance(engine, SeeingEngine) else None
-        return PromptAssembler(engine.tokenizer, self._template, prompt_format, vision)
-
-    def _admit(self, session: Session, stage: str) -> Callable[[int], None]:
-        pool = self._loaded()
-        if session.layout is not None:  # a conversation of any length is taken
-            return lambda _text_bytes: None
-        return lambda text_bytes: check_bytes(session, pool, text_bytes, stage)
+    # --- turns ---------------------------------------------------------------------------------
 
     def _ensure(self, op: EnsureOp, context: OpContext) -> Status:
-        session, pool = self._session(op.session_id), self._loaded()
-        assembled = session.assemble(op.prefix, None, self._admit(session, "prefix"))
+        model = self.model
+        session, pool = model.sessions.usable(op.session_id), model.pool
+        assembled = session.assemble(op.prefix, None, model.admit(session, "prefix"))
         eviction.check_fits(session, pool, op.prefix, None, assembled, "prefix")
-        with self._changing(session):
+        with model.sessions.changing(session):
             session.set_prompt(op.prefix, None, assembled)
             prefill = eviction.prefill_of(session, pool, assembled, need_logits=False)
             prefill.advance(session.prompt, context)
             return prefill.status("prefix")
 
     def _suffix(self, op: SuffixOp, context: OpContext) -> Status:
-        session, pool = self._session(op.session_id), self._loaded()
+        model = self.model
+        session, pool = model.sessions.usable(op.session_id), model.pool
         suffix = op.suffix
         if op.extend and session.suffix is not None:
             suffix = PromptIn(
                 segments=[*session.suffix.segments, *suffix.segments], tools=suffix.tools
             )
-        assembled = session.assemble(session.prefix, suffix, self._admit(session, "suffix"))
+        assembled = session.assemble(session.prefix, suffix, model.admit(session, "suffix"))
         _check_not_empty(assembled)
         eviction.check_fits(session, pool, session.prefix, suffix, assembled, "suffix")
-        with self._changing(session):
+        with model.sessions.changing(session):
             session.set_prompt(session.prefix, suffix, assembled)
             # A suffix without a token has no last one to evaluate again: a decode sees to that.
             adds = len(assembled.tokens) > assembled.prefix_tokens
@@ -407,34 +271,28 @@ class SessionCore:
             return prefill.status("suffix")
 
     def _decode(self, op: DecodeOp, context: OpContext) -> FinalOut:
-        session, pool = self._session(op.session_id), self._loaded()
-        tokenizer = self._engine.tokenizer
+        model = self.model
+        session, pool = model.sessions.usable(op.session_id), model.pool
+        tokenizer = model.engine.tokenizer
         check_options(op.turn_id, op.options, tokenizer, session.entry.samples_itself)
         _check_not_empty(session.assembled)
-        rule = self._constraint(op.options, session.answer_text, context)
-        with self._changing(session):
+        rule = model.constraint(op.options, session.answer_text, context)
+        with model.sessions.changing(session):
             return decode(
                 session, tokenizer, op.turn_id, op.options, context, constraint=rule, pool=pool
             )
 
-    def _constraint(self, options: DecodeIn, answer: str, context: OpContext) -> Constraint | None:
-        """What the options constrain an answer to, of which ``answer`` is there already."""
-        if not options.structured_kind:
-            return None
-        if self._constraints is None:
-            self._constraints = Constraints(self._engine.tokenizer, context.beat)
-        return self._constraints.begin(options.structured_kind, options.structured, answer)
-
     def _turn(self, op: TurnOp, context: OpContext) -> FinalOut:
         """Prefix, suffix, decode. Refused before anything changes, or done."""
-        session, pool = self._session(op.session_id), self._loaded()
-        tokenizer = self._engine.tokenizer
+        model = self.model
+        session, pool = model.sessions.usable(op.session_id), model.pool
+        tokenizer = model.engine.tokenizer
         check_options(op.turn_id, op.options, tokenizer, session.entry.samples_itself)
-        assembled = session.assemble(op.prefix, op.suffix, self._admit(session, "turn"))
+        assembled = session.assemble(op.prefix, op.suffix, model.admit(session, "turn"))
         _check_not_empty(assembled)
         eviction.check_fits(session, pool, op.prefix, op.suffix, assembled, "turn")
-        rule = self._constraint(op.options, "", context)
-        with self._changing(session):
+        rule = model.constraint(op.options, "", context)
+        with model.sessions.changing(session):
             began_s = time.perf_counter()
             session.set_prompt(op.prefix, op.suffix, assembled)
             prefill = eviction.prefill_of(session, pool, assembled, need_logits=True)
@@ -462,128 +320,82 @@ class SessionCore:
     # --- residency -----------------------------------------------------------------------------
 
     def _export(self, op: ExportOp, context: OpContext) -> ExportResult:
-        session = self._session(op.session_id)
-        assert self._source is not None  # a session means a loaded model
-        with self._changing(session):
-            return residency.export(session, self._source, op, context)
+        model = self.model
+        session = model.sessions.usable(op.session_id)
+        with model.sessions.changing(session):
+            return residency.export(session, model.source, op, context)
 
     def _import(self, op: ImportOp, context: OpContext) -> ImportResult:
-        session, pool = self._session(op.session_id), self._loaded()
-        assert self._source is not None
-        with self._changing(session):
-            return state_import.import_(session, pool, self._source, op, context)
+        model = self.model
+        session, pool = model.sessions.usable(op.session_id), model.pool
+        with model.sessions.changing(session):
+            return state_import.import_(session, pool, model.source, op, context)
 
     def _fork(self, op: ForkOp, context: OpContext) -> ForkResult:
-        source, pool = self._session(op.session_id), self._loaded()
-        self._check_new("new_session_id", op.new_session_id)
-        assembler = self._assembler(source.prompt_format)
+        model = self.model
+        source, pool = model.sessions.usable(op.session_id), model.pool
+        model.sessions.check_new("new_session_id", op.new_session_id)
+        assembler = model.assembler(source.prompt_format)
         session, result = residency.fork(source, assembler, pool, op)
-        self._sessions[op.new_session_id] = session
+        model.sessions.add(session)
         return result
 
     def _trim(self, op: TrimOp, context: OpContext) -> TrimResult:
-        session = self._session(op.session_id)
-        with self._changing(session):
+        model = self.model
+        session = model.sessions.usable(op.session_id)
+        with model.sessions.changing(session):
             return residency.trim(session, op.keep)
 
     def _save(self, op: SaveOp, context: OpContext) -> SaveResult:
-        session = self._session(op.session_id)
-        assert self._source is not None
-        with self._changing(session):
-            return saving.save(session, self._source, op, context)
+        model = self.model
+        session = model.sessions.usable(op.session_id)
+        with model.sessions.changing(session):
+            return saving.save(session, model.source, op, context)
 
     def _restore(self, op: RestoreOp, context: OpContext) -> RestoreResult:
-        session, pool = self._session(op.session_id), self._loaded()
-        assert self._source is not None
-        with self._changing(session):
-            return restoring.restore(session, pool, self._source, op, context)
+        model = self.model
+        session, pool = model.sessions.usable(op.session_id), model.pool
+        with model.sessions.changing(session):
+            return restoring.restore(session, pool, model.source, op, context)
 
     def _park(self, op: ParkOp, context: OpContext) -> ParkResult:
-        session, pool = self._session(op.session_id), self._loaded()
-        with self._changing(session):
+        model = self.model
+        session, pool = model.sessions.usable(op.session_id), model.pool
+        with model.sessions.changing(session):
             return parked_sessions.park(session, pool)
 
     def _resume(self, op: ResumeOp, context: OpContext) -> ResumeResult:
         began_s = time.perf_counter()
-        session, pool = self._any_session(op.session_id), self._loaded()
+        model = self.model
+        session, pool = model.sessions.find(op.session_id), model.pool
         reused = parked_sessions.give_context(session, pool, op)
-        with self._changing(session):
+        with model.sessions.changing(session):
             return parked_sessions.resume(session, pool, reused=reused, began_s=began_s)
 
     def _admit_again(self, op: AdmitOp, context: OpContext) -> AdmitResult:
-        session, pool = self._session(op.session_id), self._loaded()
-        chosen = admit.choose(session, self._engine.tokenizer, op)
-        with self._changing(session):
+        model = self.model
+        session, pool = model.sessions.usable(op.session_id), model.pool
+        chosen = admit.choose(session, model.engine.tokenizer, op)
+        with model.sessions.changing(session):
             return admit.admit(session, pool, chosen, context)
 
     # --- questions -----------------------------------------------------------------------------
 
     def _explain(self, op: ExplainOp, context: OpContext) -> ExplainResult:
-        session, pool = self._session(op.session_id), self._loaded()
-        parked, gone = eviction.standing(session, pool, session.length)
-        return ExplainResult(
-            resident=session.logical,
-            available=session.available,
-            retained=session.retained,
-            seen_tokens=session.seen_tokens,
-            segments=session.segments(),
-            blocks=eviction.blocks(session, pool),
-            counters={name: session.counters[name] for name in COUNTERS} | pool.counters(),
-            turn_ids=list(session.turns),
-            slot_cells=pool.slot_cells,
-            reclaimable_tokens=pool.reclaimable_tokens,
-            parked=parked,
-            gone=gone,
-        )
+        model = self.model
+        return questions.explain(model.sessions.usable(op.session_id), model.pool)
 
     def _tokenize(self, op: TokenizeOp, context: OpContext) -> TokenizeResult:
-        self._loaded()
-        tokenizer = self._engine.tokenizer
-        ids: list[int] = []
-        if op.add_bos:
-            if tokenizer.bos is None:
-                raise InvalidRequest.of(
-                    "add_bos", op.add_bos, "false", "The model has no beginning-of-text token."
-                )
-            ids.append(tokenizer.bos)
-        parts = [Part(op.text, None)]
-        if op.parse_special:
-            controls = Controls(tokenizer.controls, tokenizer.strips_left, tokenizer.strips_right)
-            parts = controls.split(op.text)
-        for text, token in parts:
-            ids += tokenizer.encode(text) if token is None else [token]
-        return TokenizeResult(ids=ids, pieces=[tokenizer.piece(token) for token in ids])
-
-    def _embed(self, op: EmbedOp, context: OpContext) -> EmbedResult:
-        self._loaded()
-        return embed(self._engine, op, context)
+        return questions.tokenize(self.model.engine.tokenizer, op)
 
     def _detokenize(self, op: DetokenizeOp, context: OpContext) -> DetokenizeResult:
-        self._loaded()
-        tokenizer = self._engine.tokenizer
-        for token in op.ids:
-            if not 0 <= token < tokenizer.vocab_size:
-                raise InvalidRequest.of("token_ids", token, f"0 to {tokenizer.vocab_size - 1}")
-        return DetokenizeResult(raw=b"".join(tokenizer.piece(token) for token in op.ids))
+        return questions.detokenize(self.model.engine.tokenizer, op)
 
     def _render(self, op: RenderOp, context: OpContext) -> RenderResult:
-        self._loaded()
-        template = self._template
-        if template is None:
-            raise InvalidRequest.of(
-                "messages", len(op.messages), "none", "The model has no chat template."
-            )
-        messages = [SegmentIn(message=message) for message in op.messages]
-        suffix: PromptIn | None = None
-        prefix = PromptIn(segments=messages, tools=op.tools)
-        if op.add_generation_prompt:
-            # All in the suffix: there is no boundary at which the two could merge.
-            prefix, suffix = PromptIn(segments=[], tools=op.tools), PromptIn(segments=messages)
-        assembled = self._assembler("chat").assemble(prefix, suffix, {})
-        text = assembled.text
-        if not assembled.images:
-            text = template.render(op.messages, op.tools, op.add_generation_prompt)
-        return RenderResult(text=text, template_digest=template.digest, ids=assembled.tokens)
+        return questions.render(self.model, op)
+
+    def _embed(self, op: EmbedOp, context: OpContext) -> EmbedResult:
+        return embed(self.model.engine, op, context)
 
 
 def _streams(op: OpenOp) -> int:

@@ -114,6 +114,19 @@ class EngineContext(Protocol):
         """Free it. Idempotent."""
 
 
+@runtime_checkable
+class Settling(Protocol):
+    """What an ``EngineContext`` has besides that keeps bytes beside the engine while ranges of its
+    state go out or in.
+    """
+
+    def settle(self) -> None:
+        """No range follows: what came in goes into the engine, and the copies are freed.
+
+        Whatever changes or evaluates does it first. Raises SessionFatal where the engine refuses.
+        """
+
+
 @dataclass(frozen=True)
 class Measured:
     """What an engine that keeps its cache by itself was seen to do in one call, in tokens.

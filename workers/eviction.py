@@ -42,9 +42,11 @@ from modeld.shared.planner.token_ranges import (
     upto,
 )
 from modeld.workers.executor import OpContext
-from modeld.workers.pool import ContextPool, common_prefix
+from modeld.workers.pool import ContextPool
+from modeld.workers.pooled_context import common_prefix
 from modeld.workers.prefill import Prefill, check_window, ensure_logits, token_hash
 from modeld.workers.prompt import Assembled
+from modeld.workers.refusals import context_overflow
 from modeld.workers.session import Session
 from modeld.workers.state_file import token_chains
 
@@ -82,24 +84,32 @@ def prefill_of(
 class Streaming:
     """Makes a session's context hold what its layout is to be, in as many passes as that takes.
 
-    Construct, then ``advance`` to positions of the conversation. Raises NoRoom, with nothing
-    changed. Numbers are of this call.
+    Construct, then ``advance`` to positions of the conversation. ``layout`` is what it is to be,
+    where that isn't the session's. Raises NoRoom, with nothing changed. Numbers are of this call.
     """
 
-    def __init__(self, session: Session, pool: ContextPool, *, need_logits: bool) -> None:
-        assert session.layout is not None
+    def __init__(
+        self,
+        session: Session,
+        pool: ContextPool,
+        *,
+        need_logits: bool,
+        layout: Layout | None = None,
+    ) -> None:
+        layout = layout or session.layout
+        assert layout is not None
         self._session, self._pool, self._need_logits = session, pool, need_logits
-        steps = passes(session.layout, session.length, _resident(session))
-        self.evicts = len(steps) > 1 or not _is(steps[0], session.layout)
+        steps = passes(layout, session.length, _resident(session, layout))
+        self.evicts = len(steps) > 1 or not _is(steps[0], layout)
         if self.evicts:  # what stays is evaluated again in one go, sampled or not
-            session.layout = replace(session.layout, as_prompt=session.length)
+            layout = replace(layout, as_prompt=session.length)
         self._steps = list(steps)
         self.evaluated = 0  # tokens
         self.evicted = 0
         self._recomputed_before = session.counters["recomputed_tokens"]
         self.fresh: Ranges = ()  # of the conversation, what was evaluated
         self.restored: Ranges = ()  # … and what the cold store gave
-        self._begin()
+        self._begin(layout)
 
     @property
     def recomputed(self) -> int:
@@ -120,7 +130,8 @@ class Streaming:
             if end <= step.end and (end < self._session.length or len(self._steps) == 1):
                 return True
             del self._steps[0]
-            self._begin()
+            assert self._session.layout is not None
+            self._begin(self._session.layout)
 
     def _evaluate(self, position: int, context: OpContext) -> bool:
         session, before = self._session, self._prefill.position
@@ -132,17 +143,17 @@ class Streaming:
         self.evaluated += done
         return arrived
 
-    def _begin(self) -> None:
+    def _begin(self, layout: Layout) -> None:
         """The first of the passes that are left: its layout, and what is there of it."""
         session, step = self._session, self._steps[0]
         assert session.layout is not None
         attended = session.layout.attended(session.length)
-        lost = minus(taken(attended, 0, _resident(session)), step.attended)
+        lost = minus(taken(attended, 0, _resident(session, session.layout)), step.attended)
         evicted = total(lost)
         self.evicted += evicted
         session.counters["evicted_tokens"] += evicted
         stored = _parked(session, self._pool, lost) if lost else []
-        session.layout = taking(session.layout, step, stored)
+        session.layout = taking(layout, step, stored)
         tokens = session.conversation()
         compact = [token for begin, end in step.attended for token in tokens[begin:end]]
         target = Assembled(
@@ -292,11 +303,11 @@ def _is(step: Pass, layout: Layout) -> bool:
     return step.attended == layout.attended(step.end)
 
 
-def _resident(session: Session) -> int:
-    """Tokens that are there of what is attended, also where the prompt is another by now."""
-    return common_prefix(
-        session.logical_tokens(), np.asarray(session.known_tokens(), dtype=np.int32)
-    )
+def _resident(session: Session, layout: Layout) -> int:
+    """Tokens that are there of what ``layout`` attends, also where the prompt is another by now."""
+    tokens = session.conversation()
+    attended = [t for b, e in layout.attended(len(tokens)) for t in tokens[b:e]]
+    return common_prefix(session.logical_tokens(), np.asarray(attended, dtype=np.int32))
 
 
 def _parked(session: Session, pool: ContextPool, lost: Ranges) -> list[Stored]:
@@ -307,15 +318,16 @@ def _parked(session: Session, pool: ContextPool, lost: Ranges) -> list[Stored]:
     assert session.layout is not None
     attended = session.layout.attended(session.length)
     at = placed(attended, lost)
-    parking.park_range(entry, at[0][0], at[-1][1], entry.ranks)
-    held = _resident(session)
+    # Of a block that is stored with what else follows in it, or in a longer one, that one's key.
+    now = parking.park_range(entry, at[0][0], at[-1][1], entry.ranks)
+    held = _resident(session, session.layout)
     bounds = [(b, min(b + BLOCK_TOKENS, held)) for b in range(0, held, BLOCK_TOKENS)]
     keys = token_chains(session.kv_digest, entry.tokens, [end for _, end in bounds])
     stored = []
     for (begin, end), key in zip(bounds, keys, strict=True):
         block = taken(attended, begin, end)
         out = common(block, lost)
-        stored += [Stored(b, e, block[-1][1], key) for b, e in out]
+        stored += [Stored(b, e, now.get(begin, key)) for b, e in out]
     return stored
 
 
@@ -366,22 +378,18 @@ def overflow(
     assert session.layout is not None
     window, sizes = session.window, session.layout.sizes
     drop = error.staying + BLOCK_TOKENS - window
-    return ContextOverflow(
+    return context_overflow(
+        session,
+        pool,
         f"The {stage} brings the conversation to {asked} tokens, of which {error.staying} must "
         f"stay in attention ({error.pinned} pinned, {sizes.sink} at its head, {sizes.recent} "
         f"recent): that leaves less than {BLOCK_TOKENS} of the session's "
         f"window of {window} to go on with. Nothing was changed. Pin {drop} tokens less "
         "(cache_class task_pinned), or open a session with a larger window.",
-        metadata={
-            "stage": stage,
-            "resident": session.logical,
-            "additional": additional,
-            "requested_tokens": asked,
-            "effective": window,
-            "hot": pool.slot_cells,
-            "planner": window,
-            "pinned": error.pinned,
-            "staying": error.staying,
-            "drop_tokens": drop,
-        },
+        stage=stage,
+        asked=asked,
+        additional=additional,
+        drop=drop,
+        pinned=error.pinned,
+        staying=error.staying,
     )

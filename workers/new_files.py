@@ -14,15 +14,30 @@ import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from modeld.shared.errors import InvalidRequest, StorageFull
 
 T = TypeVar("T")
 
+# Called before each piece of long work: tells that there is life, and raises Cancelled to stop it.
+# Threads beside the caller's call it too.
+Live: TypeAlias = Callable[[], None]
+
 PARTIAL_SUFFIX = ".partial"  # of a file that is being written; one that stays was cut by a crash
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# What one call to the system reads, writes or waits for: a slow disk answers between two of them.
+PIECE_BYTES = 8 * 1024 * 1024
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
+_WAIT_FOR = 7  # … with SYNC_FILE_RANGE_WAIT_BEFORE and _WAIT_AFTER
+
+
+class Cancelled(Exception):
+    """On the way; whoever catches it undoes what was done."""
+
+
+def nobody() -> None:
+    """A ``Live`` of work that nobody watches."""
 
 
 class NewFiles:
@@ -32,8 +47,8 @@ class NewFiles:
     are gone again. What was in the folder before is never touched.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, live: Live = nobody) -> None:
+        self._folder, self._live = folder, live
         self._made: list[Path] = []
 
     def __enter__(self) -> NewFiles:
@@ -52,7 +67,8 @@ class NewFiles:
     def add(self, write: Callable[[int], T], name: Callable[[T], str]) -> tuple[str, T]:
         """Have ``write`` fill a file by its descriptor; its name may depend on what that answers.
 
-        Raises StorageFull, and InvalidRequest for a name or folder that can't be written.
+        Raises Cancelled, StorageFull, and InvalidRequest for a name or folder that can't be
+        written.
         """
         partial = self._folder / f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
         with storage_errors(self._folder):
@@ -60,7 +76,7 @@ class NewFiles:
             self._made.append(partial)
             try:
                 answer = write(fd)
-                os.fsync(fd)
+                _sync(fd, self._live)
             finally:
                 os.close(fd)
             named = name(answer)
@@ -89,9 +105,20 @@ def free_name(folder: Path, name: str) -> str:
     return found
 
 
-def write_all(fd: int, view: memoryview) -> None:
+def write_all(fd: int, view: memoryview, live: Live = nobody) -> None:
     while view:
-        view = view[os.write(fd, view) :]
+        live()
+        view = view[os.write(fd, view[:PIECE_BYTES]) :]
+
+
+def _sync(fd: int, live: Live) -> None:
+    """Piece by piece where the system can be told: one sync may wait for gigabytes."""
+    call = _sync_file_range()
+    if call is not None:
+        for begin in range(0, os.fstat(fd).st_size, PIECE_BYTES):
+            live()
+            call(fd, begin, PIECE_BYTES, _WAIT_FOR)
+    os.fsync(fd)
 
 
 def begin_writing(fd: int) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 from modeld.shared.errors import InvalidRequest
 from modeld.shared.messages import ParkResult, ResumeOp, ResumeResult
 from modeld.workers.parking import ranks_of
-from modeld.workers.pool import ContextPool, PooledContext, common_prefix
+from modeld.workers.pool import ContextPool
+from modeld.workers.pooled_context import PooledContext, common_prefix
 from modeld.workers.residency import held
 from modeld.workers.session import Parked, Session
 

@@ -11,7 +11,9 @@ their ids don't say what they were computed from.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +24,9 @@ from modeld.shared.errors import InsufficientMemory, SessionFatal, UnsupportedFe
 from modeld.shared.planner.token_ranges import placed
 from modeld.workers.cold_disk import Maker
 from modeld.workers.cold_store import BLOCK_TOKENS, ColdStore, Match
-from modeld.workers.pool import WORTHWHILE_TOKENS, PooledContext, Ranks, Tokens
+from modeld.workers.new_files import Cancelled, Live, nobody
+from modeld.workers.pool import WORTHWHILE_TOKENS
+from modeld.workers.pooled_context import PooledContext, Ranks, Tokens
 from modeld.workers.state_file import StateHeader, token_chain, token_chains
 
 if TYPE_CHECKING:
@@ -78,9 +82,23 @@ class Parking:
         self.store, self._source = store, source
         self._ranges, self._tried, self._on_host = ranges, tried, on_host
         self._off = False
-        self.beat: Callable[[], None] = lambda: None  # the running operation's
+        self._serving = threading.local()  # operations of batched sessions have threads
+        store.live = lambda: self.live
         self.failed = 0  # blocks that couldn't be taken out, or that the engine wouldn't take back
         self.restored = 0  # tokens
+
+    @property
+    def live(self) -> Live:
+        """Of what the present thread serves."""
+        found: Live = getattr(self._serving, "live", nobody)
+        return found
+
+    def serve(self, live: Live) -> None:
+        """What this thread does from here on is for an operation that is told so, and may stop it.
+
+        A cancel ends parking and bringing back between two blocks, or leaves the block as it was.
+        """
+        self._serving.live = live
 
     @property
     def gives_ranges(self) -> bool:
@@ -97,10 +115,14 @@ class Parking:
 
     # --- out
 
-    def park(self, entry: PooledContext, keep: int = 0, *, in_ram: bool = True) -> None:
-        """Before what ``entry`` holds from ``keep`` on goes: store it, where that is worthwhile."""
-        if len(entry) - keep >= PARK_LEAST_TOKENS:
-            self.park_range(entry, keep, len(entry), entry.ranks, in_ram=in_ram)
+    def park(self, entry: PooledContext, keep: int = 0, *, in_ram: bool = True) -> bool:
+        """Before what ``entry`` holds from ``keep`` on goes: store it, where that is worthwhile.
+
+        False where it was cancelled. Raises SessionFatal only.
+        """
+        if len(entry) - keep < PARK_LEAST_TOKENS:
+            return True
+        return self._store({}, entry, keep, len(entry), entry.ranks, in_ram)
 
     def park_range(
         self,
@@ -110,29 +132,51 @@ class Parking:
         ranks: Ranks = (),
         *,
         in_ram: bool = True,
-    ) -> list[str]:
+    ) -> dict[int, str]:
         """Store the blocks of ``entry`` that cover positions ``begin`` to ``end``; returns the keys
-        of those that are stored now, in order.
+        of those that are stored now, each by where it begins.
 
         What is stored already is only marked as used. A block has the highest rank of ``ranks``
         that it, or what follows in the range, touches: without those before, the later ones mean
         nothing. ``in_ram`` is False where memory is short. What can't be stored is left and
         counted; nothing raises but SessionFatal.
         """
+        stored: dict[int, str] = {}
+        self._store(stored, entry, begin, end, ranks, in_ram)
+        return stored
+
+    def _store(
+        self,
+        stored: dict[int, str],
+        entry: PooledContext,
+        begin: int,
+        end: int,
+        ranks: Ranks,
+        in_ram: bool,
+    ) -> bool:
+        """``park_range`` into ``stored``; False where it was cancelled."""
         if self._off:
-            return []
+            return True
         try:
-            return list(self._park(entry, begin, end, ranks, in_ram))
+            self._park(stored, entry, begin, end, ranks, in_ram)
         except SessionFatal:
             raise
+        except Cancelled:
+            return False
         except Exception:
             log.exception("parking failed; what was to be parked is evaluated again")
             self.failed += 1
-            return []
+        return True
 
     def _park(
-        self, entry: PooledContext, begin: int, end: int, ranks: Ranks, in_ram: bool
-    ) -> Iterator[str]:
+        self,
+        stored: dict[int, str],
+        entry: PooledContext,
+        begin: int,
+        end: int,
+        ranks: Ranks,
+        in_ram: bool,
+    ) -> None:
         tokens = entry.tokens
         size = _without_images(tokens)
         self.store.tick()
@@ -146,14 +190,14 @@ class Parking:
             bounds = [0, size] if 0 < size == len(tokens) else []
         chains = token_chains(entry.kv_digest, tokens, bounds)
         for (left, before), (right, chain) in pairwise(zip(bounds, chains, strict=True)):
-            self.beat()
+            self.live()
             rank = max((r for b, e, r in ranks if e > left and b < max(end, right)), default=0)
             key = self._stored(before, chain, tokens[left:right], rank)
             if key is None:
                 state = self._exported(entry, left, right)
                 if state is None:
                     if not self._ranges and (left, right) != (0, len(tokens)):
-                        yield from self._park(entry, 0, len(tokens), ranks, in_ram)
+                        self._park(stored, entry, 0, len(tokens), ranks, in_ram)
                         return
                     continue
                 header = self._header(entry, left, right, before, chain)
@@ -161,9 +205,8 @@ class Parking:
                     continue
                 key = chain
                 if self._ranges:
-                    for shorter in self.store.shorter(key):
-                        self.store.remove(shorter)
-            yield key
+                    self.store.absorb(key)
+            stored[left] = key
 
     def _stored(self, before: str, chain: str, ids: Tokens, rank: int) -> str | None:
         """The key of what is stored already and has all of it."""
@@ -231,9 +274,9 @@ class Parking:
         returns up to where it does now.
 
         Only where that is at least ``least`` tokens more; else nothing changes. What goes for it
-        is parked first. Where a block turns out damaged or isn't taken, it may be less than
-        ``keep``. With ``need_logits`` the last token is left out, to be evaluated. Raises
-        SessionFatal.
+        is parked first, and not in the place of what is brought back. Where a block turns out
+        damaged or isn't taken, it may be less than ``keep``. With ``need_logits`` the last token is
+        left out, to be evaluated. Cancelled, it is what is there by then. Raises SessionFatal.
         """
         wanted = target[: max(0, len(target) - need_logits)]
         path = self._path(entry.kv_digest, wanted, entry.window, keep)
@@ -241,23 +284,36 @@ class Parking:
         if stop < keep + least or not entry.can_keep(path[0].begin):
             return keep
         self.store.tick()  # so that what is parked now pushes others out
-        self.store.touch(match.key for match in path)
-        state = self.store.read(path[0].key)
-        if state is None:
-            return keep
-        self.park(entry, keep)
-        entry.trim(path[0].begin)
-        for match in path:
-            state = state if state is not None else self.store.read(match.key)
-            if state is None or not self._taken(entry, match, state):
-                break
-            state = None
-            self.store.hits += 1
-            self.beat()
+        keys = [match.key for match in path]
+        self.store.touch(keys)
+        with self.store.holding(keys):
+            if not self._take(entry, path, keep):
+                return keep
         if len(entry) > stop:
             entry.trim(stop if entry.can_keep(stop) else 0)
         self.restored += max(0, len(entry) - keep)
         return len(entry)
+
+    def _take(self, entry: PooledContext, path: list[Match], keep: int) -> bool:
+        """Have ``entry`` hold the blocks of ``path``; False where nothing changed."""
+        begun = False
+        try:
+            for match in path:
+                state = self.store.read(match.key)
+                if state is None:
+                    break
+                if not begun:
+                    if not self.park(entry, keep):
+                        break
+                    entry.trim(match.begin)
+                    begun = True
+                if not self._taken(entry, match, state):
+                    break
+                self.store.hits += 1
+                self.live()
+        except Cancelled:
+            pass
+        return begun
 
     def _path(self, kv_digest: str, wanted: Tokens, window: int, keep: int) -> list[Match]:
         """The blocks that follow each other from the one on that ``keep`` lies in."""
@@ -315,6 +371,23 @@ class Parking:
         if numbers.get("cause") != "host_memory":
             return False
         return self.give_back(int(numbers["needed_bytes"]) - int(numbers["free_bytes"])) > 0
+
+    def keep(self, most_s: float, live: Live) -> None:
+        """Before its RAM is given back: what lies there to disk, where a later load finds it. What
+        matters most goes first, for about ``most_s`` seconds at most.
+        """
+        end_s = time.monotonic() + most_s
+
+        def until() -> None:
+            live()
+            if time.monotonic() > end_s:
+                raise Cancelled
+
+        self.serve(until)
+        kept = self.store.flush()
+        self.serve(nobody)
+        if kept:
+            log.info("%d parked blocks went to disk before the model goes", kept)
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""

@@ -1,257 +1,29 @@
-"""Engine contexts and what each one physically holds: who owns which, which may be taken again.
+"""The engine contexts of a slot: who owns which, which may be taken again, which are freed.
 
-Owns the exact record of evaluated tokens. Knows nothing of prompts, turns, sampling or clients.
+What a context holds is its own record's (``pooled_context.py``). Knows nothing of prompts, turns,
+sampling or clients.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from modeld.shared.errors import InsufficientMemory, SessionFatal, UnsupportedFeature
-from modeld.shared.messages import DecodeIn, PlacedOut
+from modeld.shared.messages import PlacedOut
 from modeld.workers.batched_contexts import BatchedContexts
 from modeld.workers.batching import Gate
-from modeld.workers.engine import (
-    BatchingEngine,
-    Cancelled,
-    Engine,
-    EngineContext,
-    Measured,
-    SelfSampling,
-)
+from modeld.workers.engine import BatchingEngine, Engine, EngineContext
+from modeld.workers.pooled_context import PooledContext, Shape, Tokens, common_prefix
 
 if TYPE_CHECKING:
-    from modeld.workers.engine import Logits, State
     from modeld.workers.parking import Parking
 
 log = logging.getLogger(__name__)
 
-Tokens = NDArray[np.int32]
-Ranks = Sequence[tuple[int, int, int]]  # [begin, end) in tokens, and the rank of their class
 # Another source of KV is worth taking over or copying when it has at least this many tokens more.
 WORTHWHILE_TOKENS = 32
-
-
-def common_prefix(left: Tokens, right: Tokens) -> int:
-    """Length in tokens of the longest common prefix."""
-    size = min(len(left), len(right))
-    if size == 0:
-        return 0
-    differs = left[:size] != right[:size]
-    first = int(differs.argmax())
-    return first if differs[first] else size
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What an engine context is allocated for: window in tokens, KV types by ggml name, and of how
-    many ``streams`` it is one (0: it is a context of its own).
-    """
-
-    window: int
-    k_type: str
-    v_type: str
-    streams: int = 0
-
-
-class Mark:
-    """How many of a context's first tokens are, bit for bit, what they were when it was made."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-
-
-class PooledContext:
-    """An engine context with the record of what is in it.
-
-    ``tokens`` is exactly what the engine holds, position by position. Every change goes through
-    ``extend``, ``trim``, ``copy_from`` and ``import_state``, so the record can't drift from the
-    engine's state. Of a ``SelfSampling`` engine it is what was there when that was asked last.
-    """
-
-    def __init__(self, engine_context: EngineContext, shape: Shape) -> None:
-        self.engine_context = engine_context
-        self.shape = shape
-        self.window = engine_context.window
-        self.kv_digest = ""
-        self.runtime_digest = ""
-        self.owner: str | None = None
-        self.last_used = 0
-        self.parking: Parking | None = None
-        self.ranks: Ranks = ()  # of what is held, where it is more than volatile
-        self._buffer: Tokens = np.empty(self.window, dtype=np.int32)
-        self._length = 0
-        self._logits_current = False
-        self._marks: weakref.WeakSet[Mark] = weakref.WeakSet()
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def bytes(self) -> int:
-        return self.engine_context.kv_bytes + self.engine_context.compute_bytes
-
-    @property
-    def tokens(self) -> Tokens:
-        """A view of what is physically there."""
-        return self._buffer[: self._length]
-
-    def logits_at(self, length: int) -> bool:
-        """Whether ``logits()`` are those after exactly ``length`` tokens."""
-        return self._logits_current and self._length == length
-
-    def logits(self) -> Logits:
-        return self.engine_context.logits()
-
-    def can_keep(self, keep: int) -> bool:
-        """Whether the context can go back to ``keep`` tokens with exact results."""
-        return keep in (0, self._length) or self.engine_context.can_trim(keep)
-
-    def park(self, keep: int = 0, *, in_ram: bool = True) -> None:
-        """Before what is held from ``keep`` on goes: to the cold store, where there is one."""
-        if self.parking is not None:
-            self.parking.park(self, keep, in_ram=in_ram)
-
-    def trim(self, keep: int) -> None:
-        """Go back to ``keep`` tokens; raises SessionFatal if the engine won't."""
-        if keep == self._length:
-            return
-        self._logits_current = False
-        self.engine_context.trim(keep)
-        self._length = keep
-        self._unmark(keep)
-        if not keep:
-            self.ranks = ()  # they were of what is gone
-
-    def mark(self) -> Mark:
-        """Of all that is held now; good for as long as the caller keeps it."""
-        mark = Mark(self._length)
-        self._marks.add(mark)
-        return mark
-
-    def untouched(self, mark: Mark) -> int:
-        """Tokens of the mark that never went since; 0 for another context's mark."""
-        return mark.tokens if mark in self._marks else 0
-
-    def _unmark(self, keep: int) -> None:
-        for mark in self._marks:
-            mark.tokens = min(mark.tokens, keep)
-
-    def extend(self, tokens: Sequence[int], cancelled: Cancelled) -> int:
-        """Evaluate at the end; return how many were (fewer only when cancelled)."""
-        begin, asked = self._length, len(tokens)
-        self._logits_current = False
-        done = self.engine_context.evaluate(tokens, begin, cancelled=cancelled)
-        if not 0 <= done <= asked:
-            raise SessionFatal(
-                f"The engine reports {done} of {asked} tokens evaluated, which can't be.",
-                metadata={"cause": "bookkeeping", "evaluated": done, "asked": asked},
-            )
-        self._buffer[begin : begin + done] = tokens[:done]
-        self._length = begin + done
-        if self.measured is not None:
-            # Of what the record claimed, some was gone, and a cancel came before it was back.
-            self._length = min(self._length, self.measured.held)
-        # The engine computes logits for a call's last token only.
-        self._logits_current = done == asked > 0
-        return done
-
-    @property
-    def samples_itself(self) -> SelfSampling | None:
-        """The context as what it is where the engine keeps its cache and samples by itself."""
-        context = self.engine_context
-        return context if isinstance(context, SelfSampling) else None
-
-    @property
-    def measured(self) -> Measured | None:
-        """What the last call was seen to reuse, where the record can't tell."""
-        engine = self.samples_itself
-        return engine.measured if engine else None
-
-    def confirm(self, length: int, cancelled: Cancelled) -> int:
-        """Have a ``SelfSampling`` engine hold the first ``length`` tokens; how many it does."""
-        engine = self.samples_itself
-        assert engine is not None
-        held = engine.confirm(length, cancelled=cancelled)
-        if held < length:
-            self._length = held
-        return held
-
-    def generate(
-        self, missing: Sequence[int], options: DecodeIn, most: int, cancelled: Cancelled
-    ) -> Generator[int, None, None]:
-        """Evaluate ``missing`` and sample by a ``SelfSampling`` engine, which see."""
-        engine = self.samples_itself
-        assert engine is not None
-        self._logits_current = False
-        held = [*self.tokens.tolist(), *missing]
-        stream = engine.generate(held, options, most, cancelled=cancelled)
-        answered = False
-        try:
-            for token in stream:
-                answered = True
-                self._buffer[self._length : len(held)] = held[self._length :]
-                self._length = len(held)
-                yield token
-                held.append(token)
-        finally:
-            stream.close()
-            if not answered and engine.measured is not None:  # cancelled on the way
-                self._length = min(self._length, engine.measured.held)
-
-    def append(self, token: int, cancelled: Cancelled) -> bool:
-        """Evaluate one sampled token; False if it was not, being cancelled."""
-        length = self._length
-        self._logits_current = False
-        if cancelled():
-            return False
-        self.engine_context.step(token, length)
-        self._buffer[length] = token
-        self._length = length + 1
-        self._logits_current = True
-        return True
-
-    def copy_from(self, source: PooledContext, count: int) -> bool:
-        """Become the first ``count`` tokens of ``source``; False (and empty) if it can't be."""
-        self._logits_current = False
-        self._length = 0
-        self._unmark(0)
-        if not self.engine_context.copy_prefix_from(source.engine_context, count):
-            return False
-        self._buffer[:count] = source.tokens[:count]
-        self._length = count
-        self.ranks = source.ranks
-        return True
-
-    def export_state(self, begin: int, end: int) -> State:
-        """A copy of the engine's bytes of positions ``begin`` to ``end``; raises as it does."""
-        return self.engine_context.export_state(begin, end)
-
-    def import_state(self, state: State, tokens: Tokens) -> bool:
-        """Append ``tokens`` by the engine's bytes of them; False, and nothing changed, if it won't.
-
-        The caller guarantees that the bytes are of these tokens after those that are held.
-        """
-        end = self._length + len(tokens)
-        if end > self.window or not self.engine_context.import_state(state, end):
-            return False
-        self._buffer[self._length : end] = tokens
-        self._length = end
-        self._logits_current = False
-        return True
-
-    def close(self) -> None:
-        self.engine_context.close()
-        self._length = 0
-        self._logits_current = False
-        self._unmark(0)
 
 
 def _added(entries: Iterable[PooledContext]) -> list[PlacedOut]:
@@ -362,8 +134,9 @@ class ContextPool:
 
         A blank one of this shape first, then a new one, then the least recently used reclaimable
         one. ``free_bytes`` is what must be given back before anything new is allocated: a
-        reclaimable context of this shape is taken instead, or the cold store's RAM and then others
-        are freed. ``compute_bytes`` is what was planned for a new one's buffers on the host.
+        reclaimable context of this shape is taken instead. Else goes what is missed least: contexts
+        that hold nothing of their own, the cold store's RAM, the least recently used of others.
+        ``compute_bytes`` is what was planned for a new one's buffers on the host.
 
         Raises InsufficientMemory with the numbers when nothing can be had, and InvalidRequest for
         a KV type that the engine doesn't know.
@@ -462,6 +235,18 @@ class ContextPool:
         self.freed += 1
         entry.close()
 
+    def give_up(self, entry: PooledContext, *, in_ram: bool = True) -> None:
+        """Free a context that can be trusted, and park what it holds before."""
+        self._park_last(entry, in_ram=in_ram)
+        self.destroy(entry)
+
+    def _park_last(self, entry: PooledContext, *, in_ram: bool) -> None:
+        """The context goes: that it can't be parked is no session's failure."""
+        try:
+            entry.park(in_ram=in_ram)
+        except SessionFatal as error:
+            log.warning("a context that goes isn't parked: %s", error.message)
+
     def close(self) -> None:
         self._drop_batch()
         while self.contexts:
@@ -479,8 +264,8 @@ class ContextPool:
     def _drop_batch(self, *, in_ram: bool | None = None) -> None:
         """Free all streams; ``in_ram``: park what they hold before."""
         for entry in self.batched.entries:
-            if in_ram is not None:
-                entry.park(in_ram=in_ram)
+            if in_ram is not None and not self.batched.broken:
+                self._park_last(entry, in_ram=in_ram)
             self.contexts.remove(entry)
             self.freed += 1
         self.batched.close()
@@ -498,8 +283,7 @@ class ContextPool:
             self._drop_batch(in_ram=True)
         reused = bool(self.batched.entries)
         if not reused:
-            if free_bytes > 0:
-                self._free_contexts(free_bytes)
+            self._free(free_bytes)
             self._make_batch(self._engine, shape, compute_bytes)
         entry = self.batched.take(shape)
         entry.owner = owner
@@ -540,22 +324,60 @@ class ContextPool:
             if freed >= free_bytes:
                 break
             freed += entry.bytes
-            entry.park(in_ram=False)
-            self.destroy(entry)
+            self.give_up(entry, in_ram=False)
         if freed < free_bytes and self.batched.idle:
             freed += sum(entry.bytes for entry in self.batched.entries)
             self._drop_batch(in_ram=False)
         return freed > 0
 
+    def _free_spare(self, free_bytes: int) -> int:
+        """Free reclaimable contexts with which nothing goes that isn't held or stored elsewhere,
+        until that is ``free_bytes``; returns how many bytes it is.
+        """
+        freed = 0
+        for entry in self._reclaimable():
+            if freed >= free_bytes:
+                break
+            if self._is_spare(entry):
+                freed += entry.bytes
+                self.destroy(entry)
+        streams = self.batched.entries if self.batched.idle else []
+        if streams and freed < free_bytes and all(self._is_stored(entry) for entry in streams):
+            freed += sum(entry.bytes for entry in streams)
+            self._drop_batch()
+        return freed
+
+    def _is_spare(self, entry: PooledContext) -> bool:
+        size, tokens = len(entry), entry.tokens
+        others = (
+            common_prefix(other.tokens, tokens)
+            for other in self.contexts
+            if other is not entry and other.kv_digest == entry.kv_digest
+        )
+        return any(common == size for common in others) or self._is_stored(entry)
+
+    def _is_stored(self, entry: PooledContext) -> bool:
+        """Whether the cold store has all that it holds."""
+        size, tokens, parking = len(entry), entry.tokens, self.parking
+        if not size:
+            return True
+        return parking is not None and parking.reach(entry.kv_digest, tokens, entry.window) == size
+
     def _give_back(self, shape: Shape, free_bytes: int) -> PooledContext | None:
         """A reclaimable context of this shape, or None after freeing ``free_bytes``."""
         free = self._reclaimable()
         same = next((entry for entry in free if entry.shape == shape), None)
-        if same is None and self.parking is not None:
-            free_bytes -= self.parking.give_back(free_bytes)
-        if same is None and free_bytes > 0:
-            self._free_contexts(free_bytes)
+        if same is None:
+            self._free(free_bytes)
         return same
+
+    def _free(self, free_bytes: int) -> None:
+        """Give so much back: what costs nothing first, then the store's RAM, then contexts."""
+        free_bytes -= self._free_spare(free_bytes)
+        if self.parking is not None:
+            free_bytes -= self.parking.give_back(free_bytes)
+        if free_bytes > 0:
+            self._free_contexts(free_bytes)
 
     def _make_room(self, shape: Shape, compute_bytes: int) -> tuple[PooledContext, bool]:
         """A new context, or the least recently used reclaimable one where none can be made."""
@@ -566,6 +388,8 @@ class ContextPool:
                     return self._create(shape, compute_bytes), False
                 except InsufficientMemory as error:
                     refusal = error
+                    if self._free_spare(1):
+                        continue
                     if self.parking is not None and self.parking.make_way(error):
                         continue
             free = self._reclaimable()
@@ -576,8 +400,7 @@ class ContextPool:
             if free[0].shape == shape:
                 return free[0], True
             log.info("freeing a reclaimable context of %d tokens", len(free[0]))
-            free[0].park(in_ram=refusal is None)
-            self.destroy(free[0])
+            self.give_up(free[0], in_ram=refusal is None)
 
     def _create(self, shape: Shape, compute_bytes: int) -> PooledContext:
         made = self._engine.new_context(shape.window, shape.k_type, shape.v_type, compute_bytes)

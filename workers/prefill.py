@@ -20,14 +20,10 @@ from modeld.workers.engine import Cancelled
 from modeld.workers.executor import OpContext
 from modeld.workers.images import Rereading, SeeingContext
 from modeld.workers.parking import ranks_of
-from modeld.workers.pool import (
-    WORTHWHILE_TOKENS,
-    ContextPool,
-    PooledContext,
-    Tokens,
-    common_prefix,
-)
+from modeld.workers.pool import WORTHWHILE_TOKENS, ContextPool
+from modeld.workers.pooled_context import PooledContext, Tokens, common_prefix
 from modeld.workers.prompt import Assembled
+from modeld.workers.refusals import context_overflow
 from modeld.workers.session import Session
 
 # Below this the exact count is cheap; only beyond it is the longest piece looked up at all.
@@ -65,22 +61,18 @@ def _overflow(
 ) -> ContextOverflow:
     window = session.window
     bound = "" if exact else "at least "
-    return ContextOverflow(
+    return context_overflow(
+        session,
+        pool,
         f"The {stage} brings the context to {bound}{asked} tokens, {asked - window} more than the "
         f"session's window of {window}. Nothing was changed. Drop {bound}{asked - window} tokens, "
         "or open a session with a larger window.",
-        metadata={
-            "stage": stage,
-            "resident": session.logical,
-            "additional": additional,
-            "requested_tokens": asked,
-            "effective": window,
-            "hot": pool.slot_cells,
-            "planner": window,
-            "drop_tokens": asked - window,
-            # Counted in bytes: the counts of tokens asked, additional and to drop are at least.
-            **({} if exact else {"lower_bounds": True}),
-        },
+        stage=stage,
+        asked=asked,
+        additional=additional,
+        drop=asked - window,
+        # Counted in bytes: the counts of tokens asked, additional and to drop are at least.
+        **({} if exact else {"lower_bounds": True}),
     )
 
 
@@ -172,10 +164,12 @@ class Prefill:
             self._ask(end, context)
         elif self._position < end:
             faults.point("prefill")
-            entry.park(self._position)
-            entry.trim(self._position)
-            show_images(session)
-            done = entry.extend(self._assembled.tokens[self._position : end], polled(context))
+            done = 0
+            if entry.park(self._position):  # else cancelled: what is held stays
+                entry.trim(self._position)
+                show_images(session)
+                new = self._assembled.tokens[self._position : end]
+                done = entry.extend(new, polled(context))
             session.took(self._position, self._position + done, again_from=self._again_from)
             self._position += done
             self._evaluated += done
@@ -378,7 +372,8 @@ def ensure_logits(session: Session, context: OpContext) -> tuple[int, bool]:
     if not entry.can_keep(keep):
         keep = 0
     tokens = [*entry.tokens[keep:logical].tolist(), *missing]
-    entry.park(logical)
+    if not entry.park(logical):
+        return 0, False
     entry.trim(keep)
     show_images(session)
     # Sampled tokens go one by one, as they did or would have when they were sampled.

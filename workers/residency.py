@@ -29,7 +29,9 @@ from modeld.shared.messages import (
     TrimResult,
 )
 from modeld.workers.executor import OpContext
-from modeld.workers.pool import ContextPool, PooledContext, Tokens
+from modeld.workers.new_files import Cancelled, Live
+from modeld.workers.pool import ContextPool
+from modeld.workers.pooled_context import PooledContext, Tokens
 from modeld.workers.prompt import PromptAssembler
 from modeld.workers.session import Session
 from modeld.workers.state_file import (
@@ -82,8 +84,15 @@ class Source:
         return False, f"no continuation at K/V {types} was seen to be bit-equal at load"
 
 
-class Cancelled(Exception):
-    """On the way; whoever catches it undoes what was done."""
+def live_of(context: OpContext) -> Live:
+    """What long work of an operation calls."""
+
+    def live() -> None:
+        context.beat()
+        if context.cancelled():
+            raise Cancelled
+
+    return live
 
 
 def held(session: Session) -> Tokens:
@@ -111,9 +120,9 @@ def export(session: Session, source: Source, op: ExportOp, context: OpContext) -
         begin=begin, end=end, tokens=0, file_bytes=0, payload_bytes=0, digest="",
         chain=header.chain, exact=header.exact, exact_reason=header.exact_reason, seconds=0.0,
     )  # fmt: skip
-    outgoing = Outgoing(session.entry, begin, end, context)
+    outgoing = Outgoing(session.entry, begin, end, live_of(context))
     try:
-        written = write_state(path, header, outgoing.most_chunks, outgoing.chunks())
+        written = write_state(path, header, outgoing.most_chunks, outgoing.chunks(), outgoing.live)
     except Cancelled:
         result.cancelled = True
     else:
@@ -173,7 +182,7 @@ class Outgoing:
     entry: PooledContext
     begin: int
     end: int
-    context: OpContext
+    live: Live
 
     @property
     def most_chunks(self) -> int:
@@ -205,9 +214,7 @@ class Outgoing:
             at = until
 
     def chunk(self, begin: int, end: int) -> State:
-        if self.context.cancelled():
-            raise Cancelled
-        self.context.beat()
+        self.live()
         return self.entry.export_state(begin, end)
 
 
@@ -262,6 +269,7 @@ def fork(
         copied=count,
         resident=session.logical,
         seconds=time.perf_counter() - began_s,
+        turn_ids=list(session.turns),
     )
 
 

@@ -12,18 +12,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from modeld.shared.errors import (
-    ContextOverflow,
-    InsufficientMemory,
-    ManifestMismatch,
-    SessionFatal,
-)
+from modeld.shared.errors import InsufficientMemory, SessionFatal
 from modeld.shared.messages import RestoreOp, RestoreResult
 from modeld.workers import state_import
 from modeld.workers.executor import OpContext
+from modeld.workers.new_files import Cancelled
 from modeld.workers.parking import ranks_of
 from modeld.workers.pool import ContextPool
-from modeld.workers.residency import Cancelled, Source, held
+from modeld.workers.refusals import check_identity, context_overflow
+from modeld.workers.residency import Source, held
 from modeld.workers.saving import Known, checked_folder, remember, seen_file
 from modeld.workers.session import Session
 from modeld.workers.session_record import SessionRecord, damaged, put_into, read_record
@@ -128,29 +125,16 @@ def _bring_in(session: Session, pool: ContextPool, incoming: state_import.Incomi
 
 
 def _check_identity(session: Session, source: Source, record: SessionRecord) -> None:
-    shape = session.entry.shape
-    fields = [
-        ("backend", record.backend, source.backend),
-        ("build_digest", record.build_digest, source.build_digest),
-        ("state_layout", record.state_layout, source.state_layout),
-        ("k_type", record.k_type, shape.k_type),
-        ("v_type", record.v_type, shape.v_type),
-        ("kv_digest", record.kv_digest, session.kv_digest),
+    more = [
         ("prompt_format", record.prompt_format, session.prompt_format),
         ("overflow", record.overflow, "refuse" if session.layout is None else "evict"),
     ]
     if record.prompt_format == "chat":
-        fields.append(("template_digest", record.template_digest, source.template_digest))
-    for field, asserted, actual in fields:
-        if asserted != actual:
-            raise ManifestMismatch(
-                f"What was saved is of another identity: its {field} is {asserted!r}, this "
-                f"session's {actual!r}. Nothing was changed. Open a session as it was saved, or "
-                "send its conversation again: it is evaluated anew.",
-                metadata={
-                    "reason": "identity", "field": field, "asserted": asserted, "actual": actual,
-                },
-            )  # fmt: skip
+        more.append(("template_digest", record.template_digest, source.template_digest))
+    otherwise = (
+        "Open a session as it was saved, or send its conversation again: it is evaluated anew."
+    )
+    check_identity(session, source, record, "What was saved", otherwise, more)
 
 
 def _check_fits(session: Session, pool: ContextPool, source: Source, record: SessionRecord) -> None:
@@ -163,20 +147,16 @@ def _check_fits(session: Session, pool: ContextPool, source: Source, record: Ses
         asked = max(asked, record.prompt_tokens)
     if asked <= window:
         return
-    raise ContextOverflow(
+    raise context_overflow(
+        session,
+        pool,
         f"What was saved takes {asked} tokens, {asked - window} more than the session's window of "
         f"{window}. Nothing was changed. Open a session with a window of {record.window}, which "
         "it was saved from.",
-        metadata={
-            "stage": "restore",
-            "resident": session.logical,
-            "additional": asked - session.logical,
-            "requested_tokens": asked,
-            "effective": window,
-            "hot": pool.slot_cells,
-            "planner": window,
-            "drop_tokens": asked - window,
-        },
+        stage="restore",
+        asked=asked,
+        additional=asked - session.logical,
+        drop=asked - window,
     )
 
 

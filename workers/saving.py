@@ -25,9 +25,9 @@ from modeld.shared.messages import SavedPart, SaveOp, SaveResult
 from modeld.shared.planner.token_ranges import Ranges, total, upto
 from modeld.workers.executor import OpContext
 from modeld.workers.images import Rereading
-from modeld.workers.new_files import NewFiles, free_name, write_all
-from modeld.workers.pool import Mark, Tokens, common_prefix
-from modeld.workers.residency import Cancelled, Outgoing, Source, held, state_header
+from modeld.workers.new_files import Cancelled, Live, NewFiles, free_name, write_all
+from modeld.workers.pooled_context import Mark, Tokens, common_prefix
+from modeld.workers.residency import Outgoing, Source, held, live_of, state_header
 from modeld.workers.session import Session
 from modeld.workers.session_record import encode_record, record_of
 from modeld.workers.state_file import Chunk, fill_state
@@ -108,7 +108,7 @@ def save(session: Session, source: Source, op: SaveOp, context: OpContext) -> Sa
     began_s = time.perf_counter()
     folder = checked_folder(op.folder)
     _check_can_save(session)
-    saving = _Saving(session, source, folder, context)
+    saving = _Saving(session, source, folder, live_of(context))
     try:
         result = saving.of_resident()
     except UnsupportedFeature as error:
@@ -160,7 +160,7 @@ class _Saving:
     session: Session
     source: Source
     folder: Path
-    context: OpContext
+    live: Live
 
     def of_resident(self) -> SaveResult | None:
         """None where it was cancelled. Raises UnsupportedFeature where it takes ranges."""
@@ -195,7 +195,8 @@ class _Saving:
     def _kept(self, tokens: Tokens) -> tuple[list[Known], int]:
         """The parts that are named again, and how many tokens are those of the last save.
 
-        Not one that ends within a block that has more tokens now.
+        Not one that ends within a block that has more tokens now. Where it has the same ones,
+        others may have been in it meanwhile, by which an engine may have scaled it anew.
         """
         known = self.session.saves.get(str(self.folder))
         if known is None:
@@ -207,7 +208,7 @@ class _Saving:
             end = one.part.end
             if end > common or (end % block and end != size) or not one.is_there(self.folder):
                 break
-            if end > untouched and not self._same(one):
+            if (end > untouched or end % block) and not self._same(one):
                 break
             kept.append(one)
         return kept, common
@@ -215,7 +216,7 @@ class _Saving:
     def _same(self, known: Known) -> bool:
         """Whether the context holds the part's very bytes, as after it was parked and came back."""
         begin = known.part.begin
-        going = Outgoing(self.session.entry, begin, known.part.end, self.context)
+        going = Outgoing(self.session.entry, begin, known.part.end, self.live)
         for chunk in known.chunks:
             state = going.chunk(begin, chunk.end)
             if hashlib.sha256(state.data).digest() != chunk.sha256:
@@ -244,7 +245,7 @@ class _Saving:
         exact, why = self.source.exactness(session.entry)
         result = _save_result(session, exact, why)
         try:
-            with NewFiles(folder) as files:
+            with NewFiles(folder, self.live) as files:
                 new = [self._write_part(files, tokens, begin, end) for begin, end in ranges]
                 known = [*kept, *new]
                 result.parts = [one.part for one in known]
@@ -265,9 +266,9 @@ class _Saving:
 
     def _write_part(self, files: NewFiles, tokens: Tokens, begin: int, end: int) -> Known:
         header = state_header(self.session, self.source, tokens, begin, end)
-        outgoing = Outgoing(self.session.entry, begin, end, self.context)
+        outgoing = Outgoing(self.session.entry, begin, end, self.live)
         name, written = files.add(
-            lambda fd: fill_state(fd, header, outgoing.most_chunks, outgoing.chunks()),
+            lambda fd: fill_state(fd, header, outgoing.most_chunks, outgoing.chunks(), self.live),
             lambda made: free_name(self.folder, f"kv-{begin}-{end}-{made.digest[:_NAME_DIGITS]}"),
         )
         part = SavedPart(

@@ -22,7 +22,7 @@ import numpy as np
 from modeld.shared.messages import BlockOut, PromptIn, SegmentOut
 from modeld.shared.planner.residency import Layout, cut
 from modeld.shared.planner.token_ranges import Ranges, past, taken, total, upto
-from modeld.workers.pool import PooledContext, Shape, Tokens
+from modeld.workers.pooled_context import PooledContext, Shape, Tokens
 from modeld.workers.prompt import Assembled, GeneratedTurn, PromptAssembler
 from modeld.workers.tape import Former, Next, classes_of, next_tape
 

@@ -10,9 +10,7 @@ The layout is the record's of ``shared/sealed_file.py``; its body is MessagePack
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import stat
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,17 +25,17 @@ from modeld.shared.errors import (
     DigestMismatch,
     InvalidRequest,
     ManifestMismatch,
-    SnapshotNotFound,
 )
 from modeld.shared.messages import MAX_FRAME_BYTES, PromptIn, SavedPart, SegmentOut
 from modeld.shared.planner.residency import Layout
 from modeld.shared.planner.token_ranges import Ranges
 from modeld.shared.sealed_file import RECORD_MAGIC, RECORD_NUMBERS, SHA_BYTES
 from modeld.workers.prompt import Assembled, GeneratedTurn
+from modeld.workers.regular_file import opened, unreadable
 from modeld.workers.tape import Former
 
 if TYPE_CHECKING:
-    from modeld.workers.pool import Tokens
+    from modeld.workers.pooled_context import Tokens
     from modeld.workers.residency import Source
     from modeld.workers.session import Session
 
@@ -305,25 +303,12 @@ def read_record(folder: Path, name: str) -> SessionRecord:
 
 
 def _content(path: Path) -> bytes:
-    try:
-        # Without O_NONBLOCK a pipe would be waited for.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise _unreadable(path, "it is no regular file")
-            return file.read(_HEAD_BYTES + MAX_FRAME_BYTES + 1)
-    except FileNotFoundError:
-        raise SnapshotNotFound(
-            f"There is no file {path}, which is to say what was saved.", metadata={"path": path}
-        ) from None
-    except OSError as error:
-        raise _unreadable(path, error.strerror) from None
-
-
-def _unreadable(path: Path, why: str | None) -> InvalidRequest:
-    return InvalidRequest.of(
-        "record", str(path), "a file that can be read", f"The system says: {why}."
-    )
+    with opened(path, "record", ", which is to say what was saved") as (fd, _):
+        try:
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(_HEAD_BYTES + MAX_FRAME_BYTES + 1)
+        except OSError as error:
+            raise unreadable(path, "record", error.strerror) from None
 
 
 def decode_record(data: bytes) -> SessionRecord:

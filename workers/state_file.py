@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import stat
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,12 +28,19 @@ from modeld.shared.errors import (
     InsufficientMemory,
     InvalidRequest,
     ManifestMismatch,
-    SnapshotNotFound,
 )
 from modeld.shared.sealed_file import MAX_HEADER_BYTES, SHA_BYTES, STATE_MAGIC, STATE_NUMBERS
 from modeld.shared.sealed_file import Chunk as Chunk
 from modeld.workers.new_files import PARTIAL_SUFFIX as PARTIAL_SUFFIX
-from modeld.workers.new_files import NewFiles, begin_writing, write_all
+from modeld.workers.new_files import (
+    PIECE_BYTES,
+    Live,
+    NewFiles,
+    begin_writing,
+    nobody,
+    write_all,
+)
+from modeld.workers.regular_file import opened
 
 if TYPE_CHECKING:
     from modeld.workers.engine import State
@@ -121,7 +127,11 @@ def check_target(given: str) -> Path:
 
 
 def write_state(
-    path: Path, header: StateHeader, most_chunks: int, parts: Iterable[tuple[int, State]]
+    path: Path,
+    header: StateHeader,
+    most_chunks: int,
+    parts: Iterable[tuple[int, State]],
+    live: Live = nobody,
 ) -> Written:
     """Write ``parts``, each with the position that it ends at, in at most ``most_chunks`` chunks.
 
@@ -129,16 +139,20 @@ def write_state(
     raised, by ``parts`` too, nothing is left. Raises StorageFull, and InvalidRequest for a path
     that can't be written.
     """
-    with NewFiles(path.parent) as files:
+    with NewFiles(path.parent, live) as files:
         _, written = files.add(
-            lambda fd: fill_state(fd, header, most_chunks, parts), lambda _: path.name
+            lambda fd: fill_state(fd, header, most_chunks, parts, live), lambda _: path.name
         )
         files.keep()
     return written
 
 
 def fill_state(
-    fd: int, header: StateHeader, most_chunks: int, parts: Iterable[tuple[int, State]]
+    fd: int,
+    header: StateHeader,
+    most_chunks: int,
+    parts: Iterable[tuple[int, State]],
+    live: Live = nobody,
 ) -> Written:
     """What ``write_state`` writes, into an empty file.
 
@@ -154,7 +168,10 @@ def fill_state(
             if leaving is not None:
                 chunks.append(_left(*leaving))
             view = state.data.cast("B")
-            hashing, writing = beside.submit(_sha256, view), beside.submit(_write_chunk, fd, view)
+            hashing, writing = (
+                beside.submit(_sha256, view),
+                beside.submit(_write_chunk, fd, view, live),
+            )
             leaving = end, view.nbytes, hashing, writing
         if leaving is not None:
             chunks.append(_left(*leaving))
@@ -179,8 +196,8 @@ def _sha256(view: memoryview) -> bytes:
     return hashlib.sha256(view).digest()
 
 
-def _write_chunk(fd: int, view: memoryview) -> None:
-    write_all(fd, view)
+def _write_chunk(fd: int, view: memoryview, live: Live) -> None:
+    write_all(fd, view, live)
     begin_writing(fd)
 
 
@@ -209,13 +226,15 @@ class StateFile:
         self.header = header
         self.digest = digest
 
-    def parts(self, spare_bytes: Callable[[], int]) -> Iterator[tuple[int, State]]:
+    def parts(
+        self, spare_bytes: Callable[[], int], live: Live = nobody
+    ) -> Iterator[tuple[int, State]]:
         """Each chunk's end and bytes, verified; one is in memory at a time.
 
-        Raises DigestMismatch, and InsufficientMemory where there is none for a chunk.
+        Raises DigestMismatch, Cancelled, and InsufficientMemory where there is none for a chunk.
         """
         for place in self.places():
-            yield place.end, place.verified(_buffer(place.size, spare_bytes))
+            yield place.end, place.verified(_buffer(place.size, spare_bytes), live)
 
     def places(self) -> Iterator[Place]:
         """Where each chunk lies."""
@@ -242,9 +261,9 @@ class Place:
     def size(self) -> int:
         return self.chunk.size
 
-    def verified(self, state: State) -> State:
-        """The chunk, read into ``state`` of its size; raises DigestMismatch."""
-        if _read_into(self.fd, state.data, self.offset) != self.size:
+    def verified(self, state: State, live: Live) -> State:
+        """The chunk, read into ``state`` of its size; raises DigestMismatch and Cancelled."""
+        if _read_into(self.fd, state.data, self.offset, live) != self.size:
             raise _damaged("it ends before its payload does")
         if hashlib.sha256(state.data).digest() != self.chunk.sha256:
             raise _damaged(f"chunk {self.number} of its payload isn't what was written")
@@ -252,7 +271,7 @@ class Place:
 
 
 def read_ahead(
-    files: Sequence[StateFile], spare_bytes: Callable[[], int]
+    files: Sequence[StateFile], spare_bytes: Callable[[], int], live: Live = nobody
 ) -> Generator[tuple[int, State], None, None]:
     """Each chunk's end and bytes, of one file after the other, verified. While one is used, the
     next ones are read and verified, as far as there is memory for them. Close it before the files.
@@ -271,7 +290,7 @@ def read_ahead(
                     if not coming:
                         raise
                     break
-                coming.append(beside.submit(places[begun].verified, state))
+                coming.append(beside.submit(places[begun].verified, state, live))
                 begun += 1
             yield place.end, coming.popleft().result()
 
@@ -284,21 +303,8 @@ def open_state(given: str) -> Iterator[StateFile]:
     DigestMismatch for a file that is damaged or another kind's, ManifestMismatch for another
     version's.
     """
-    path = _checked_path(given)
-    try:
-        # Without O_NONBLOCK a pipe would be waited for.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise SnapshotNotFound(f"There is no file {given}.", metadata={"path": given}) from None
-    except OSError as error:
-        raise _unreadable(given, error.strerror) from None
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise _unreadable(given, "it is no regular file")
-        yield _opened(fd, status.st_size)
-    finally:
-        os.close(fd)
+    with opened(_checked_path(given), "path") as (fd, file_bytes):
+        yield _opened(fd, file_bytes)
 
 
 def _opened(fd: int, file_bytes: int) -> StateFile:
@@ -371,21 +377,18 @@ def _read(fd: int, size: int, offset: int) -> bytes:
     return bytes(buffer[: _read_into(fd, memoryview(buffer), offset)])
 
 
-def _read_into(fd: int, view: memoryview, offset: int) -> int:
+def _read_into(fd: int, view: memoryview, offset: int, live: Live = nobody) -> int:
     done = 0
     while done < len(view):
+        live()
         try:
-            got = os.preadv(fd, [view[done:]], offset + done)
+            got = os.preadv(fd, [view[done : done + PIECE_BYTES]], offset + done)
         except OSError as error:
             raise _damaged(f"it can't be read ({error.strerror})") from None
         if not got:
             break
         done += got
     return done
-
-
-def _unreadable(given: str, why: str | None) -> InvalidRequest:
-    return InvalidRequest.of("path", given, "a file that can be read", f"The system says: {why}.")
 
 
 def _damaged(what: str) -> DigestMismatch:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from modeld.shared.errors import (
-    ContextOverflow,
     DigestMismatch,
     InsufficientMemory,
     InvalidRequest,
@@ -25,10 +25,16 @@ from modeld.shared.messages import ImportOp, ImportResult
 from modeld.workers.executor import OpContext
 from modeld.workers.images import SeeingContext
 from modeld.workers.memory_guard import MemoryGuard
-from modeld.workers.pool import ContextPool, PooledContext, Tokens, common_prefix
-from modeld.workers.residency import Cancelled, Source, held
+from modeld.workers.new_files import Cancelled
+from modeld.workers.pool import ContextPool
+from modeld.workers.pooled_context import PooledContext, Tokens, common_prefix
+from modeld.workers.refusals import check_identity, context_overflow
+from modeld.workers.residency import Source, held, live_of
 from modeld.workers.session import Session
 from modeld.workers.state_file import StateFile, StateHeader, open_state, read_ahead
+
+if TYPE_CHECKING:
+    from modeld.workers.engine import State
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +55,8 @@ def import_(
     """
     began_s = time.perf_counter()
     with open_state(op.path) as file:
-        _check_identity(session, source, file.header)
+        otherwise = "Its bytes mean nothing here: compute that state again."
+        check_identity(session, source, file.header, "The state", otherwise)
         _check_fits(session, pool, source, file.header)
         cancelled = False
         try:
@@ -89,23 +96,26 @@ class Incoming:
         self, files: Sequence[StateFile], tokens: Tokens, begin: int, context: OpContext
     ) -> None:
         self.tokens, self.begin = tokens, begin
-        self._files, self._context = files, context
+        self._files, self._live = files, live_of(context)
 
     def verify(self) -> None:
         """Read it all; raises what reading it raises, and Cancelled."""
-        with contextlib.closing(read_ahead(self._files, MemoryGuard().spare_bytes)) as parts:
+        with contextlib.closing(self._parts()) as parts:
             for _ in parts:
-                _live(self._context)
+                self._live()
 
     def into(self, entry: PooledContext) -> None:
         """Append all of it; raises on the way what leaves the context with a part of it."""
         begin = self.begin
-        with contextlib.closing(read_ahead(self._files, MemoryGuard().spare_bytes)) as parts:
+        with contextlib.closing(self._parts()) as parts:
             for end, state in parts:
-                _live(self._context)
+                self._live()
                 if not entry.import_state(state, self.tokens[begin:end]):
                     raise not_taken(begin, end)
                 begin = end
+
+    def _parts(self) -> Generator[tuple[int, State], None, None]:
+        return read_ahead(self._files, MemoryGuard().spare_bytes, self._live)
 
 
 def not_taken(begin: int, end: int) -> DigestMismatch:
@@ -114,12 +124,6 @@ def not_taken(begin: int, end: int) -> DigestMismatch:
         "this context holds for such a range. Nothing was changed. Compute that state again.",
         metadata={"cause": "engine", "begin": begin, "end": end},
     )
-
-
-def _live(context: OpContext) -> None:
-    context.beat()
-    if context.cancelled():
-        raise Cancelled
 
 
 def append(session: Session, incoming: Incoming) -> None:
@@ -174,35 +178,13 @@ def replace(
     pool.swap(mine, other)
     session.context = other
     if not taken:
-        mine.park()
-        pool.destroy(mine)  # the slot holds as many contexts as before
+        pool.give_up(mine)  # the slot holds as many contexts as before
 
 
 def _found_again(session: Session) -> None:
     """Resident is what of the prompt and the answer so far the context holds now."""
     target = np.asarray(session.known_tokens(), dtype=np.int32)
     session.logical = common_prefix(session.entry.tokens, target)
-
-
-def _check_identity(session: Session, source: Source, header: StateHeader) -> None:
-    """kv_digest decides; the rest, which it covers, names the field that differs."""
-    shape = session.entry.shape
-    for field, asserted, actual in (
-        ("backend", header.backend, source.backend),
-        ("build_digest", header.build_digest, source.build_digest),
-        ("state_layout", header.state_layout, source.state_layout),
-        ("k_type", header.k_type, shape.k_type),
-        ("v_type", header.v_type, shape.v_type),
-        ("kv_digest", header.kv_digest, session.kv_digest),
-    ):
-        if asserted != actual:
-            raise ManifestMismatch(
-                f"The state is of another identity: its {field} is {asserted!r}, the session's "
-                f"{actual!r}. Its bytes mean nothing here: compute that state again.",
-                metadata={
-                    "reason": "identity", "field": field, "asserted": asserted, "actual": actual,
-                },
-            )  # fmt: skip
 
 
 def _check_fits(session: Session, pool: ContextPool, source: Source, header: StateHeader) -> None:
@@ -219,19 +201,15 @@ def _check_fits(session: Session, pool: ContextPool, source: Source, header: Sta
         )
     window = session.window
     if header.end > window:
-        raise ContextOverflow(
+        raise context_overflow(
+            session,
+            pool,
             f"The state is of {header.end} tokens, {header.end - window} more than the session's "
             f"window of {window}. Nothing was changed. Open a session with a larger window.",
-            metadata={
-                "stage": "import",
-                "resident": session.logical,
-                "additional": header.end - begin,
-                "requested_tokens": header.end,
-                "effective": window,
-                "hot": pool.slot_cells,
-                "planner": window,
-                "drop_tokens": header.end - window,
-            },
+            stage="import",
+            asked=header.end,
+            additional=header.end - begin,
+            drop=header.end - window,
         )
     if not begin:
         return

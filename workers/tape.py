@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from modeld.shared.messages import PromptIn
 from modeld.shared.planner.residency import Layout, carried
 from modeld.shared.planner.token_ranges import Range, Ranges, union
-from modeld.workers.pool import Tokens, common_prefix
+from modeld.workers.pooled_context import Tokens, common_prefix
 from modeld.workers.prompt import Assembled
 
 

@@ -68,14 +68,10 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Stored:
-    """A range that went out, and the key of the block that its KV was stored in.
-
-    ``needs`` is where the conversation must go on unchanged to, for the block to be of any use.
-    """
+    """A range that went out, and the key of the block that its KV was stored in."""
 
     begin: int
     end: int
-    needs: int
     key: str
 
 
@@ -148,6 +144,9 @@ def cut(layout: Layout, length: int) -> Layout:
     admitted = tuple(
         replace(one, end=min(one.end, length)) for one in layout.admitted if one.begin < length
     )
+    stored = tuple(
+        replace(one, end=min(one.end, length)) for one in layout.stored if one.begin < length
+    )
     return replace(
         layout,
         kept=upto(layout.kept, length),
@@ -155,7 +154,7 @@ def cut(layout: Layout, length: int) -> Layout:
         pinned=upto(layout.pinned, length),
         repo_map=upto(layout.repo_map, length),
         admitted=admitted,
-        stored=tuple(one for one in layout.stored if one.needs <= length),
+        stored=stored,
         seen=min(layout.seen, length),
         evaluated=min(layout.evaluated, length),
         as_prompt=min(layout.as_prompt, length),

@@ -7,7 +7,6 @@ Knows no prompt, sampling or policy.
 from __future__ import annotations
 
 import ctypes
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,15 +22,14 @@ from modeld.shared.errors import (
     UnsupportedFeature,
 )
 from modeld.workers.engine import Cancelled, EngineContext
-from modeld.workers.llama import reports
+from modeld.workers.llama.made import Rows, make
 from modeld.workers.llama.native import engine_log, llama
-from modeld.workers.llama.parameters import ContextSettings, context_parameters
+from modeld.workers.llama.parameters import ContextSettings
 from modeld.workers.llama.state import put_state, take_state
+from modeld.workers.llama.validate import SEQUENCES
 
 if TYPE_CHECKING:
     from modeld.workers.engine import Logits, State
-
-log = logging.getLogger(__name__)
 
 _OWN, _SCRATCH = 0, 1  # sequence ids
 _ABORTED = 2
@@ -70,27 +68,12 @@ class LlamaContext:
     ) -> None:
         """Raises InsufficientMemory with the engine's words when it can't be made."""
         self._traits, self._on_close, self._spare_bytes = traits, on_close, spare_bytes
-        engine_log.clear()
-        with engine_log.recording() as lines:
-            self._handle = llama.llama_init_from_model(model, context_parameters(settings))
-        if not self._handle:
-            raise InsufficientMemory(
-                f"The engine can't make a context of {settings.window} tokens with "
-                f"K {settings.k_type} and V {settings.v_type}. It said: {engine_log.words()}. "
-                "Ask for a smaller window, or close a session.",
-                metadata={"window": settings.window, "cause": "engine"},
-            )
-        self._memory = llama.llama_get_memory(self._handle)
-        self.window: int = llama.llama_n_ctx_seq(self._handle)
-        # As the engine has them: it lowers them by rules of its own, and a longer batch aborts.
-        self._n_batch: int = llama.llama_n_batch(self._handle)
-        self._n_ubatch: int = llama.llama_n_ubatch(self._handle)
-        compute = reports.compute_by_device(lines)
-        compute["CPU"] = compute.get("CPU", 0) + work_bytes
-        self.compute_bytes = sum(compute.values())
-        self.kv_bytes = settled_kv_bytes(planned_kv_bytes(self.window), lines)
-        kv = reports.scaled_to(self.kv_bytes, reports.kv_by_device(lines))
-        self.placed = reports.placed(kv=kv, compute=compute)
+        made = make(model, settings, planned_kv_bytes, work_bytes)
+        self._handle, self._memory, self.window = made.handle, made.memory, made.window
+        self._n_batch, self._n_ubatch = made.n_batch, made.n_ubatch
+        self.placed = made.placed
+        self.kv_bytes = sum(part.kv_bytes for part in made.placed)
+        self.compute_bytes = sum(part.compute_bytes for part in made.placed)
         self._length = 0
         self._has_logits = False
         self._broken = False
@@ -100,28 +83,8 @@ class LlamaContext:
         self._aborted = False
         # The engine keeps only the address: the callback must live as long as the context.
         self._callback = llama.ggml_abort_callback(self._on_abort_poll)
-        self._make_batches()
-
-    def _make_batches(self) -> None:
-        """Arrays that every evaluation reuses: filled through numpy, read by the engine."""
-        size = self._n_batch
-        self._tokens = np.zeros(size, dtype=np.int32)
-        self._positions = np.zeros(size, dtype=np.int32)
-        self._wanted = np.zeros(size, dtype=np.int8)
-        self._sequence_counts = np.ones(size, dtype=np.int32)
-        self._sequence = (llama.llama_seq_id * 1)(_OWN)
-        self._scratch = (llama.llama_seq_id * 1)(_SCRATCH)
-        pointer = ctypes.POINTER(llama.llama_seq_id)
-        self._sequences = (pointer * size)(*[self._sequence] * size)
-        self._batch = llama.llama_batch(
-            n_tokens=0,
-            token=self._tokens.ctypes.data_as(ctypes.POINTER(llama.llama_token)),
-            embd=None,
-            pos=self._positions.ctypes.data_as(ctypes.POINTER(llama.llama_pos)),
-            n_seq_id=self._sequence_counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            seq_id=self._sequences,
-            logits=self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
-        )
+        self._rows = rows = Rows(self._n_batch, SEQUENCES)
+        self._tokens, self._positions, self._wanted = rows.tokens, rows.positions, rows.wanted
 
     @property
     def has_memory(self) -> bool:
@@ -202,7 +165,7 @@ class LlamaContext:
         ``wanted``: whose logits, by place in the batch. ``own``: how many of its tokens, from its
         beginning on, are this sequence's (None: all).
         """
-        batch = self._batch
+        batch = self._rows.batch
         batch.n_tokens = size
         if wanted is not None:
             self._wanted[wanted] = 1
@@ -245,11 +208,11 @@ class LlamaContext:
         makes two rows of one; nothing attends to it, and its cell is freed again.
         """
         self._tokens[1], self._positions[1] = self._tokens[0], 0
-        self._sequences[1] = self._scratch
+        self._rows.of[1] = self._rows.ids[_SCRATCH]
         try:
             return self._decode(2, wanted=wanted, own=1)
         finally:
-            self._sequences[1] = self._sequence
+            self._rows.of[1] = self._rows.ids[_OWN]
             if self._handle:
                 llama.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
 
@@ -454,11 +417,3 @@ class LlamaContext:
 
 def _never() -> bool:
     return False
-
-
-def settled_kv_bytes(planned: int, lines: list[str]) -> int:
-    """The computed bytes where the engine's report agrees; else its."""
-    reported = reports.kv_reported(lines)
-    if planned and not reported.agrees_with(planned):
-        log.warning("KV planned at %d bytes, the engine reports %d", planned, reported.bytes)
-    return reports.settled_kv_bytes(planned, reported)

@@ -417,6 +417,7 @@ def _refuse_unless_it_generates(loaded: _Loaded) -> None:
     why = why_not_generating(loaded.handle, loaded.header)
     if why:
         raise UnsupportedFeature(
-            f"The model {loaded.request.model!r} can't be served for generation: {why}.",
+            f"The model {loaded.request.model!r} can't be served for generation: {why}. "
+            "Open a session with a model that generates.",
             metadata={"capability": "generate", "model": loaded.request.model},
         )

@@ -26,6 +26,14 @@ def take_state(
     Raises InsufficientMemory where it is larger than ``spare_bytes`` allows.
     """
     size: int = llama.llama_state_seq_get_size(handle, sequence)
+    check_spare(size, tokens, spare_bytes)
+    state = np.empty(size, dtype=np.uint8)
+    got = llama.llama_state_seq_get_data(handle, _address(state), size, sequence)
+    return state if size and got == size else None
+
+
+def check_spare(size: int, tokens: int, spare_bytes: Callable[[], int]) -> None:
+    """Raises InsufficientMemory where ``size`` bytes are more than can be spared."""
     spare = spare_bytes()
     if size > spare:
         raise InsufficientMemory(
@@ -33,9 +41,6 @@ def take_state(
             f"memory now ({spare} can be spared). Free memory and try again.",
             metadata={"needed_bytes": size, "free_bytes": spare, "cause": "copy"},
         )
-    state = np.empty(size, dtype=np.uint8)
-    got = llama.llama_state_seq_get_data(handle, _address(state), size, sequence)
-    return state if size and got == size else None
 
 
 def put_state(handle: Any, sequence: int, state: State) -> bool:

@@ -21,7 +21,7 @@ from modeld.shared.messages import PlacedOut
 from modeld.workers.engine import Cancelled, EngineContext
 from modeld.workers.llama import stream_state
 from modeld.workers.llama.native import engine_log, llama
-from modeld.workers.llama.state import put_state, take_state
+from modeld.workers.llama.state import check_spare, put_state, take_state
 
 if TYPE_CHECKING:
     from modeld.workers.engine import Logits, State
@@ -45,9 +45,14 @@ class LlamaStream:
         self.has_logits = False
         self.row: Logits = np.zeros(batch.traits.vocab, dtype=np.float32)
         self._broken = False
+        # All that is held, as bytes beside the engine while ranges go out or in, for it gives and
+        # takes a stream as a whole only; and how many tokens of that it doesn't have yet.
+        self._copy: list[Cells] = []
+        self._ahead = 0
 
     def evaluate(self, tokens: Sequence[int], position: int, *, cancelled: Cancelled) -> int:
         """See the protocol. Waits for its turn."""
+        self.settle()
         self._check_room(position, len(tokens))
         for token in (min(tokens, default=0), max(tokens, default=0)):
             self._check_token(token)
@@ -55,6 +60,7 @@ class LlamaStream:
 
     def step(self, token: int, position: int) -> None:
         """See the protocol. Waits for the others' tokens."""
+        self.settle()
         self._check_room(position, 1)
         self._check_token(token)
         self._batch.gate.step(self._batch, self._index, token)
@@ -106,9 +112,12 @@ class LlamaStream:
         if keep == self.length:
             return
         self.has_logits = False
+        if keep:
+            self.settle()
         self._remove(keep)
 
     def _remove(self, keep: int) -> None:
+        self._copy, self._ahead = [], 0
         if not llama.llama_memory_seq_rm(self._batch.memory, self._index, keep or -1, -1):
             raise self._fatal(f"the engine would not remove the tail from {keep} on", "engine")
         self.length = keep
@@ -127,19 +136,31 @@ class LlamaStream:
             return self.import_state(source.export_state(0, tokens), tokens)
         except UnsupportedFeature:  # its bytes aren't of the form that is known here
             return False
+        finally:
+            self.settle()
+            if isinstance(source, LlamaStream):
+                source.settle()
 
     # --- its bytes ---------------------------------------------------------------------------
 
     def export_state(self, begin: int, end: int) -> State:
         """See the protocol: in the form of a context of its own, which takes it, too. Takes memory
-        for a copy of the whole.
+        for a copy of the whole, which stays for the ranges that follow, until ``settle``.
         """
+        if self._ahead:  # what goes out is what the engine has
+            self.settle()
         self._check_usable()
         if not 0 <= begin < end <= self.length:
             raise InvalidRequest.of(
                 "range", f"{begin} to {end}", f"a part of 0 to {self.length}, which is held"
             )
-        return stream_state.write([self._cells().part(begin, end)], 1)
+        return stream_state.write([self._copied()[0].part(begin, end)], 1)
+
+    def _copied(self) -> list[Cells]:
+        """All that is held, in parts; one where nothing is ahead."""
+        if self.length and not self._copy:
+            self._copy = [self._cells()]
+        return self._copy
 
     def _cells(self) -> Cells:
         batch = self._batch
@@ -155,8 +176,8 @@ class LlamaStream:
         return cells
 
     def import_state(self, state: State, end: int) -> bool:
-        """See the protocol. Setting replaces a sequence, so that what is held goes out, and in
-        again with the new behind it.
+        """See the protocol. What comes behind others waits beside the engine for what else comes,
+        until ``settle``.
         """
         self._check_usable()
         begin, new = self.length, stream_state.read(state, 1)
@@ -164,20 +185,31 @@ class LlamaStream:
             return False
         if (new.first, new.first + new.count) != (begin, end):
             return False
-        before = self._cells() if begin else None
-        if before is not None and not new.continues(before):
+        before = self._copied()
+        if before and not new.continues(before[-1]):
             return False
-        parts = [new] if before is None else [before, new]
+        check_spare(sum(part.bytes for part in before) + new.bytes, end, self._batch.spare_bytes)
         self.has_logits = False
-        whole = stream_state.write(parts, len(self._batch.streams))
-        if put_state(self._batch.handle, self._index, whole):
-            self.length = end
-            self._batch.prove(self._index)
-            return True
-        self._remove(0)
-        if begin:
+        self._copy, self._ahead, self.length = [*before, new], self._ahead + new.count, end
+        return bool(begin) or self._put()  # the first shows whether the engine takes such bytes
+
+    def settle(self) -> None:
+        """See ``Settling``."""
+        if self._ahead and self._batch.handle and not self._put():
             raise self._fatal("what it held did not go back in", "engine")
-        return False
+        self._copy = []
+
+    def _put(self) -> bool:
+        """Have the engine hold the copy in place of what it does; it holds nothing where that
+        fails.
+        """
+        whole = stream_state.write(self._copy, len(self._batch.streams))
+        if not put_state(self._batch.handle, self._index, whole):
+            self._remove(0)
+            return False
+        self._copy, self._ahead = [], 0
+        self._batch.prove(self._index)
+        return True
 
     # --- ending ------------------------------------------------------------------------------
 

@@ -53,6 +53,10 @@ class Cells:
     count: int
     sections: tuple[_Section, ...]
 
+    @property
+    def bytes(self) -> int:
+        return sum(section.data.nbytes for section in self.sections)
+
     def part(self, begin: int, end: int) -> Cells:
         """Those of positions ``begin`` to ``end``."""
         low, high = begin - self.first, end - self.first

@@ -8,7 +8,6 @@ or policy, and not who waits for whom: that is the gate's.
 from __future__ import annotations
 
 import ctypes
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,22 +15,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from modeld.shared.errors import (
-    InsufficientMemory,
     SessionFatal,
 )
 from modeld.shared.messages import PlacedOut
 from modeld.workers.batching import Gate
 from modeld.workers.engine import Cancelled
-from modeld.workers.llama import reports
-from modeld.workers.llama.context import ModelTraits, settled_kv_bytes
+from modeld.workers.llama.context import ModelTraits
+from modeld.workers.llama.made import Rows, make
 from modeld.workers.llama.native import engine_log, llama
-from modeld.workers.llama.parameters import ContextSettings, context_parameters
+from modeld.workers.llama.parameters import ContextSettings
 from modeld.workers.llama.stream import LlamaStream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-log = logging.getLogger(__name__)
 
 _ABORTED = 2
 _NO_ABORT = llama.ggml_abort_callback(0)
@@ -62,56 +58,22 @@ class LlamaStreams:
         """
         self.traits, self.company, self.gate = traits, company, gate
         self.spare_bytes, self._on_close = spare_bytes, on_close
-        engine_log.clear()
-        with engine_log.recording() as lines:
-            self.handle = llama.llama_init_from_model(model, context_parameters(settings, streams))
-        if not self.handle:
-            raise InsufficientMemory(
-                f"The engine can't make a context of {streams} streams of {settings.window} tokens "
-                f"with K {settings.k_type} and V {settings.v_type}. It said: {engine_log.words()}. "
-                "Ask for fewer streams or a smaller window, or close a session.",
-                metadata={"window": settings.window, "streams": streams, "cause": "engine"},
-            )
-        self.memory = llama.llama_get_memory(self.handle)
+        made = make(model, settings, planned_kv_bytes, work_bytes, streams)
+        self.handle, self.memory, self.window = made.handle, made.memory, made.window
+        self.chunk, self._n_ubatch = made.n_batch, made.n_ubatch
         self.broken = False
-        self.window: int = llama.llama_n_ctx_seq(self.handle)
-        self.chunk: int = llama.llama_n_batch(self.handle)
-        self._n_ubatch: int = llama.llama_n_ubatch(self.handle)
-        compute = reports.compute_by_device(lines)
-        compute["CPU"] = compute.get("CPU", 0) + work_bytes
-        kv_bytes = settled_kv_bytes(planned_kv_bytes(self.window) * streams, lines)
-        kv = reports.scaled_to(kv_bytes, reports.kv_by_device(lines))
-        placed = reports.placed(kv=kv, compute=compute)
         self.streams = [
-            LlamaStream(self, index, _shares(placed, streams, index)) for index in range(streams)
+            LlamaStream(self, index, _shares(made.placed, streams, index))
+            for index in range(streams)
         ]
         self._polled: Cancelled = _never
         self._aborted = False
         # The engine keeps only the address: the callback must live as long as the context.
         self._callback = llama.ggml_abort_callback(self._on_abort_poll)
-        self._make_batches(streams)
-
-    def _make_batches(self, streams: int) -> None:
-        """Arrays that every evaluation reuses: filled through numpy, read by the engine."""
-        size = max(self.chunk, 2)
-        self._tokens = np.zeros(size, dtype=np.int32)
-        self._positions = np.zeros(size, dtype=np.int32)
-        self._wanted = np.zeros(size, dtype=np.int8)
-        self._sequence_counts = np.ones(size, dtype=np.int32)
-        pointer = ctypes.POINTER(llama.llama_seq_id)
-        self._ids = [(llama.llama_seq_id * 1)(index) for index in range(streams)]
+        self._rows = rows = Rows(max(self.chunk, 2), streams)
+        self._tokens, self._positions, self._wanted = rows.tokens, rows.positions, rows.wanted
         # Whose the tokens of a batch are: all one stream's, or each another's.
-        self._of_one = [(pointer * size)(*[one] * size) for one in self._ids]
-        self._of_each = (pointer * size)(*[self._ids[0]] * size)
-        self._batch = llama.llama_batch(
-            n_tokens=0,
-            token=self._tokens.ctypes.data_as(ctypes.POINTER(llama.llama_token)),
-            embd=None,
-            pos=self._positions.ctypes.data_as(ctypes.POINTER(llama.llama_pos)),
-            n_seq_id=self._sequence_counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            seq_id=self._of_each,
-            logits=self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
-        )
+        self._of_one = [rows.all_of(index) for index in range(streams)]
 
     # --- evaluating --------------------------------------------------------------------------
 
@@ -121,14 +83,16 @@ class LlamaStreams:
         asked = dict(tokens)
         rows = sorted(asked)
         companions = self._companions(rows) if self.company else []
+        for index in companions:
+            self.streams[index].settle()
         places = sorted([*rows, *companions])
         for at, index in enumerate(places):
             self._tokens[at] = asked.get(index, 0)
             self._positions[at] = self.streams[index].length
-            self._of_each[at] = self._ids[index]
+            self._rows.of[at] = self._rows.ids[index]
         # A companion's logits too: the last layer and the output matrix see the wanted rows only.
         self._wanted[: len(places)] = 1
-        self._batch.seq_id = self._of_each
+        self._rows.batch.seq_id = self._rows.of
         code = self._decode(len(places))
         self._wanted[: len(places)] = 0
         if code:
@@ -163,7 +127,7 @@ class LlamaStreams:
         micro-batch from within the engine.
         """
         self.check_usable()
-        self._batch.seq_id = self._of_one[stream]
+        self._rows.batch.seq_id = self._of_one[stream]
         self._polled, self._aborted = cancelled, False
         llama.llama_set_abort_callback(self.handle, self._callback, None)
         try:
@@ -212,8 +176,8 @@ class LlamaStreams:
         return kept
 
     def _decode(self, rows: int) -> int:
-        self._batch.n_tokens = rows
-        return int(llama.llama_decode(self.handle, self._batch))
+        self._rows.batch.n_tokens = rows
+        return int(llama.llama_decode(self.handle, self._rows.batch))
 
     def _appended(self, index: int, count: int, row: int | None) -> None:
         """Record what a stream got, proven, and copy its logits from a row of the batch."""
