@@ -25,6 +25,7 @@ from modeld.client import (
     PrefillStatus,
     Recovery,
     Resumed,
+    Saved,
     Session,
     SessionClosed,
     SessionNotFound,
@@ -265,6 +266,17 @@ def tell_window_full(stream: TurnStream, how: str) -> None:
     if final is not None and final.stop_reason is StopReason.CONTEXT_FULL:
         note(
             f"the window is full ({count(final.resident)} tokens): the answer was cut. {how}",
+            "yellow",
+        )
+
+
+def tell_unsaved(saved: Saved | None) -> None:
+    """Say that, and why, a durable session wasn't saved."""
+    if saved is not None and not saved.ok:
+        before = "; what was saved before stays" if saved.saved_unix_ms else ""
+        note(
+            f"the session wasn't saved: {saved.reason}. {saved.detail} Its next answer saves it"
+            f"{before}.",
             "yellow",
         )
 

@@ -16,27 +16,38 @@ from modeld.client import (
 )
 
 
-def found(client: Client, key_or_id: str) -> list[SessionInfo]:
-    """The sessions of a key or an id. Raises SessionNotFound where there is none."""
-    those = [s for s in client.sessions() if key_or_id in (s.session.session_id, s.session_key)]
-    if not those:
-        raise SessionNotFound(
-            f"No session has the key or id {key_or_id!r}. `modeld sessions` lists them.",
-            metadata={"session": key_or_id},
-        )
-    return those
+def having(client: Client, key_or_id: str) -> list[SessionInfo]:
+    """The open sessions of a key or an id."""
+    return [s for s in client.sessions() if key_or_id in (s.session.session_id, s.session_key)]
+
+
+def found(client: Client, key_or_id: str) -> SessionInfo:
+    """Raises SessionNotFound where none is open."""
+    for info in having(client, key_or_id):
+        return info
+    raise not_open(key_or_id)
+
+
+def not_open(key_or_id: str) -> SessionNotFound:
+    return SessionNotFound(
+        f"No open session has the key or id {key_or_id!r}. `modeld sessions` lists them; `modeld "
+        "run MODEL PROMPT --session KEY` opens one, and brings back what is saved of it.",
+        metadata={"session": key_or_id},
+    )
 
 
 @contextlib.contextmanager
-def attached(client: Client, key_or_id: str) -> Iterator[Session]:
-    """The open session, attached by its key; detached again if it was before.
+def attached(client: Client, info: SessionInfo) -> Iterator[Session]:
+    """An open session, attached by its key; detached again if it was before.
 
-    Raises SessionNotFound, and InvalidRequest for a session without a key.
+    Raises InvalidRequest for a session without a key.
     """
-    info = found(client, key_or_id)[0]
     if not info.session_key:
         raise InvalidRequest.of(
-            "session", key_or_id, "a session with a key", "Only its own client can reach another."
+            "session",
+            info.session.session_id,
+            "a session with a key",
+            "Only its own client can reach another.",
         )
     session_id = info.session.session_id
     resolution = client.describe(info.model, session_id=session_id).resolution

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from modeld.cli.budget_bar import Part, Picture
 from modeld.cli.output import size
-from modeld.client.values import DevicePlan, Resolution
+from modeld.client.values_capacity import DevicePlan, Resolution
 
 HOST = "host"
 

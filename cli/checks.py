@@ -13,7 +13,8 @@ from enum import StrEnum
 from modeld.cli.output import count, size
 from modeld.cli.plan_view import host, remedy_command
 from modeld.client import DaemonStatus, Description, SlotState, SlotStatus
-from modeld.client.values import Device, DiskStats, Machine
+from modeld.client.values_capacity import Device, Machine
+from modeld.client.values_daemon import DiskStats
 from modeld.shared.asking import AskAnswer
 from modeld.shared.errors import DigestMismatch, ModeldError, ModelLoadFailed, ModelNotFound
 from modeld.shared.lease_record import Discovery, DiscoveryState

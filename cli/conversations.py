@@ -179,6 +179,18 @@ def load(data_root: Path, key: str, prompt_format: str, model: str) -> Conversat
     return kept
 
 
+def with_answer(
+    data_root: Path, turn_id: str, prompt_format: str, model: str
+) -> tuple[Path, Conversation] | None:
+    """The conversation with a model that has an answer, and where it is kept."""
+    for path in sorted((data_root / "conversations").glob("*.json")):
+        with contextlib.suppress(InvalidRequest):
+            kept = load(data_root, path.stem, prompt_format, model)
+            if any(exchange.turn_id == turn_id for exchange in kept.exchanges):
+                return path, kept
+    return None
+
+
 def save(data_root: Path, key: str, conversation: Conversation) -> None:
     """Replace the file in one step; only its owner can read it."""
     path = path_of(data_root, key)

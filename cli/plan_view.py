@@ -19,7 +19,8 @@ from modeld.cli.budget_bar import Line, can_draw, draw
 from modeld.cli.budget_parts import pictures
 from modeld.cli.output import count, one_line, say, size, stdout_console, table
 from modeld.client import Capability, ContextNumber, ContextNumbers, ContextReason
-from modeld.client.values import Device, Machine, ModelFacts, Refusal, Remedy, Resolution
+from modeld.client.values_capacity import Device, Machine, Refusal, Remedy, Resolution
+from modeld.client.values_daemon import ModelFacts
 
 MEANING = {
     "model_max": "the model's own ceiling",

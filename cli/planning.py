@@ -43,6 +43,7 @@ class Wanted:
     k_type: str = ""
     v_type: str = ""
     sessions: int = 0
+    layout: str = "isolated"
     what_if: Mapping[str, str] = field(default_factory=dict)
     companions: Companions = field(default_factory=Companions)
 
@@ -77,6 +78,7 @@ class DaemonPlanner:
             k_type=wanted.k_type,
             v_type=wanted.v_type,
             sessions=wanted.sessions,
+            layout=wanted.layout,
             machine=self._machine,
             what_if=wanted.what_if,
             companions=wanted.companions,
@@ -141,7 +143,11 @@ class LocalPlanner:
             config = config.with_settings(wanted.what_if, "what-if")
         k_type, v_type = config.kv_types(model_type, wanted.k_type, wanted.v_type)
         return CapacityRequest(
-            window=wanted.window, k_type=k_type, v_type=v_type, sessions=wanted.sessions
+            window=wanted.window,
+            k_type=k_type,
+            v_type=v_type,
+            sessions=wanted.sessions,
+            streams=config.batch_streams if wanted.layout == "batched" else 0,
         )
 
     def _find(self, model: str) -> StoredModel:

@@ -11,8 +11,9 @@ with Client.connect() as client, client.open_session("my-model") as session:
 from modeld.client.aio_client import AsyncClient
 from modeld.client.aio_session import AsyncChat, AsyncSession
 from modeld.client.aio_streams import AsyncDecodeStream, AsyncTurnStream
-from modeld.client.calls import Deadlines, DecodeOptions, OpenOptions
+from modeld.client.calls import Deadlines, OpenOptions
 from modeld.client.client import Client
+from modeld.client.decode_options import DecodeOptions
 from modeld.client.discovery import Found, data_root_of, discover
 from modeld.client.errors import (
     CallCancelled,
@@ -35,38 +36,22 @@ from modeld.client.streams import DecodeStream, TurnStream
 from modeld.client.values import (
     Chunk,
     Closed,
-    ContextNumber,
-    ContextNumbers,
-    ContextReason,
     ContextReport,
     Counter,
-    DaemonStatus,
-    Description,
     Detokenized,
-    DiskStats,
-    Draining,
     Embedding,
     Embeddings,
-    Event,
     Final,
-    ImportProgress,
     Layout,
-    Loaded,
     LoadProgress,
     MissReason,
-    ModelFacts,
-    ModelInfo,
-    ModelList,
     Opened,
     Overflow,
     PrefillStatus,
-    QuarantineCleared,
     QueueStatus,
     Recovery,
-    Removed,
     Rendered,
     ResidentBlock,
-    Resolution,
     ResolvedSegment,
     Resumed,
     SampledToken,
@@ -74,15 +59,30 @@ from modeld.client.values import (
     SessionHandle,
     SessionInfo,
     SessionList,
-    SlotState,
-    SlotStatus,
     StopReason,
     TokenLogprob,
     Tokens,
     ToolCall,
+    to_plain,
+)
+from modeld.client.values_capacity import ContextNumber, ContextNumbers, ContextReason, Resolution
+from modeld.client.values_daemon import (
+    DaemonStatus,
+    Description,
+    DiskStats,
+    Draining,
+    Event,
+    ImportProgress,
+    Loaded,
+    ModelFacts,
+    ModelInfo,
+    ModelList,
+    QuarantineCleared,
+    Removed,
+    SlotState,
+    SlotStatus,
     Unloaded,
     WorkerStatus,
-    to_plain,
 )
 from modeld.client.values_residency import (
     Admitted,

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from modeld.client import calls, values
+from modeld.client import calls, values, values_daemon
 from modeld.client.aio_residency import AsyncClientSnapshots
 from modeld.client.aio_session import AsyncSession
 from modeld.client.aio_transport import AsyncStream, AsyncTransport
@@ -216,12 +216,12 @@ class AsyncClient(AsyncClientSnapshots):
 
         What it held stays as reclaimable cache unless ``discard``.
         """
-        call = calls.close_session(session, discard=discard, detach=False, deadlines=self.deadlines)
+        call = calls.close_session(session, discard=discard, deadlines=self.deadlines)
         return await self._transport.unary(call)
 
     # --- models ----------------------------------------------------------------------------------
 
-    async def models(self) -> list[values.ModelInfo]:
+    async def models(self) -> list[values_daemon.ModelInfo]:
         return list((await self._transport.unary(calls.list_models(self.deadlines))).models)
 
     async def describe(
@@ -240,12 +240,14 @@ class AsyncClient(AsyncClientSnapshots):
         what_if: Mapping[str, str] | None = None,
         companions: Companions = NO_COMPANIONS,
         hypothetical: bool = False,
-    ) -> values.Description:
+        layout: str = "isolated",
+    ) -> values_daemon.Description:
         """A model's capacity and capability truth, without loading it.
 
         ``machine`` is the JSON of a machine file, to plan for that machine instead of the
         daemon's; ``what_if`` are settings of the daemon, as if they were these. Of a resident
-        model an open session's own resolution is quoted, unless ``hypothetical``.
+        model an open session's own resolution is quoted, unless ``hypothetical``. ``layout``:
+        "batched" for a session that shares its context with others.
         """
         return await self._transport.unary(
             calls.describe(
@@ -262,6 +264,7 @@ class AsyncClient(AsyncClientSnapshots):
                 what_if=what_if,
                 companions=companions,
                 hypothetical=hypothetical,
+                layout=layout,
                 deadlines=self.deadlines,
             )
         )
@@ -274,10 +277,10 @@ class AsyncClient(AsyncClientSnapshots):
         no_wait: bool = False,
         timeout: float | None = None,
         on_progress: ProgressCallback | None = None,
-    ) -> values.Loaded:
+    ) -> values_daemon.Loaded:
         timeout_s = timeout if timeout is not None else self.deadlines.open_s
         call = calls.load_model(model, model_type, no_wait, timeout_s)
-        return await self._outcome(call, values.Loaded, on_progress)
+        return await self._outcome(call, values_daemon.Loaded, on_progress)
 
     async def switch_model(
         self,
@@ -288,11 +291,11 @@ class AsyncClient(AsyncClientSnapshots):
         no_wait: bool = False,
         timeout: float | None = None,
         on_progress: ProgressCallback | None = None,
-    ) -> values.Loaded:
+    ) -> values_daemon.Loaded:
         """Replace the resident model, closing its sessions; GenerationStale if it has moved on."""
         timeout_s = timeout if timeout is not None else self.deadlines.open_s
         call = calls.switch_model(model, model_type, expected_generation, no_wait, timeout_s)
-        return await self._outcome(call, values.Loaded, on_progress)
+        return await self._outcome(call, values_daemon.Loaded, on_progress)
 
     async def unload_model(
         self,
@@ -301,7 +304,7 @@ class AsyncClient(AsyncClientSnapshots):
         no_wait: bool = False,
         force: bool = False,
         timeout: float | None = None,
-    ) -> values.Unloaded:
+    ) -> values_daemon.Unloaded:
         timeout_s = timeout if timeout is not None else self.deadlines.open_s
         return await self._transport.unary(calls.unload_model(model, no_wait, force, timeout_s))
 
@@ -316,16 +319,16 @@ class AsyncClient(AsyncClientSnapshots):
         expected_digest: str = "",
         timeout: float | None = None,
         on_progress: ImportCallback | None = None,
-    ) -> values.ModelInfo:
+    ) -> values_daemon.ModelInfo:
         """Take a file of the daemon's machine into its store."""
         timeout_s = timeout if timeout is not None else self.deadlines.import_s
         call = calls.import_model(path, name, model_type, copy, replace, expected_digest, timeout_s)
-        return await self._outcome(call, values.ModelInfo, on_progress)
+        return await self._outcome(call, values_daemon.ModelInfo, on_progress)
 
-    async def remove_model(self, name: str) -> values.Removed:
+    async def remove_model(self, name: str) -> values_daemon.Removed:
         return await self._transport.unary(calls.remove_model(name, self.deadlines))
 
-    async def disk_stats(self) -> values.DiskStats:
+    async def disk_stats(self) -> values_daemon.DiskStats:
         return await self._transport.unary(calls.disk_stats(self.deadlines))
 
     # --- text ------------------------------------------------------------------------------------
@@ -405,18 +408,18 @@ class AsyncClient(AsyncClientSnapshots):
 
     # --- the daemon ------------------------------------------------------------------------------
 
-    async def status(self) -> values.DaemonStatus:
+    async def status(self) -> values_daemon.DaemonStatus:
         return await self._transport.unary(calls.status(self.deadlines))
 
-    def watch_events(self) -> AsyncIterator[values.Event]:
+    def watch_events(self) -> AsyncIterator[values_daemon.Event]:
         """State changes as they happen, the current state of every slot first."""
         return aiter(self._transport.stream(calls.watch_events()))
 
-    async def drain(self, grace_s: float = 0.0) -> values.Draining:
+    async def drain(self, grace_s: float = 0.0) -> values_daemon.Draining:
         """Stop admitting, let what runs finish, then stop. 0: the daemon's configured grace."""
         return await self._transport.unary(calls.drain(grace_s, self.deadlines))
 
-    async def clear_quarantine(self, model: str) -> values.QuarantineCleared:
+    async def clear_quarantine(self, model: str) -> values_daemon.QuarantineCleared:
         return await self._transport.unary(calls.clear_quarantine(model, self.deadlines))
 
     async def _outcome(

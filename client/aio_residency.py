@@ -15,6 +15,7 @@ from modeld.client import residency_calls, snapshot_file
 from modeld.client.aio_transport import AsyncTransport
 from modeld.client.calls import Call, Deadlines
 from modeld.client.session_core import SessionCore
+from modeld.client.values import Closed
 from modeld.client.values_residency import (
     Admitted,
     Exported,
@@ -70,14 +71,13 @@ class AsyncSessionResidency(ABC):
         timeout: float | None = None,
     ) -> Self:
         """A second session of the same state. See ``Session.fork``."""
-        before = await self._send_once("fork", self._core.explain_call)
         forked = await self._send_once(
             "fork",
             lambda: residency_calls.fork(
                 self._core, session_key, durable, no_wait, self._prefill_s(timeout)
             ),
         )
-        core = residency_calls.forked_core(self._core, forked, before, session_key, durable)
+        core = residency_calls.forked_core(self._core, forked, session_key, durable)
         return self._beside(core)
 
     async def admit(
@@ -104,7 +104,7 @@ class AsyncSessionResidency(ABC):
 
 
 class AsyncClientSnapshots(ABC):
-    """The snapshots that a daemon keeps. ``timeout`` in seconds."""
+    """What a daemon keeps of sessions. ``timeout`` in seconds."""
 
     deadlines: Deadlines
 
@@ -120,6 +120,11 @@ class AsyncClientSnapshots(ABC):
     async def delete_snapshot(self, snapshot_id: str) -> None:
         """See ``Client.delete_snapshot``."""
         await self.transport.unary(residency_calls.delete_snapshot(snapshot_id, self.deadlines))
+
+    async def discard_saved(self, session_key: str) -> Closed:
+        """See ``Client.discard_saved``."""
+        call = residency_calls.discard_saved(session_key, self.deadlines)
+        return await self.transport.unary(call)
 
     async def snapshot_chunks(
         self, snapshot_id: str, *, timeout: float | None = None

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from modeld.client import calls
 from modeld.client.aio_residency import AsyncSessionResidency
 from modeld.client.aio_streams import AsyncDecodeStream, AsyncTurnStream, EventCallback
 from modeld.client.aio_transport import AsyncStream, AsyncTransport
-from modeld.client.calls import Call, Deadlines, DecodeOptions, TurnEvent
+from modeld.client.calls import Call, Deadlines, TurnEvent
 from modeld.client.chat import History, require_chat
+from modeld.client.decode_options import DecodeOptions
 from modeld.client.errors import RECOVERABLE, ClientError
 from modeld.client.prompts import (
     GeneratedTurn,
@@ -38,9 +38,10 @@ from modeld.client.values import (
     Opened,
     PrefillStatus,
     Recovery,
-    Resolution,
+    Saved,
     SessionHandle,
 )
+from modeld.client.values_capacity import Resolution
 from modeld.shared.capabilities import Capability
 from modeld.shared.errors import ModeldError, SessionClosed
 from modeld.shared.manifest import Identity
@@ -105,6 +106,13 @@ class AsyncSession(AsyncSessionResidency):
     def has_turn(self, turn_id: str) -> bool:
         """Whether this session has that answer, though another one gave it (by fork or restore)."""
         return self._core.turns is not None and turn_id in self._core.turns
+
+    @property
+    def saved(self) -> Saved | None:
+        """Of a durable session, how saving it went last: at an answer's end, or when it was forked.
+        None: not yet, as far as this client knows.
+        """
+        return self._core.saved
 
     @property
     def recoveries(self) -> list[Recovery]:
@@ -212,10 +220,7 @@ class AsyncSession(AsyncSessionResidency):
         return await self._send("explain", self._core.explain_call)
 
     async def close(self, *, discard: bool = False) -> Closed:
-        """Close the session; what it held stays as reclaimable cache unless ``discard``.
-
-        Idempotent, and not an error where the session is gone already.
-        """
+        """Close the session. See ``Session.close``."""
         return await self._end(discard=discard, detach=False)
 
     async def detach(self) -> None:
@@ -223,16 +228,24 @@ class AsyncSession(AsyncSessionResidency):
         await self._end(discard=False, detach=True)
 
     async def _end(self, *, discard: bool, detach: bool) -> Closed:
-        if self._core.closed:
+        core = self._core
+        call = core.end_call(discard=discard, detach=detach)
+        if call is None:
             return Closed(0)
-        self._core.closed = True
-        call = calls.close_session(
-            self.handle, discard=discard, detach=detach, deadlines=self._core.deadlines
-        )
         try:
-            return await self._client.transport.unary(call)
-        except RECOVERABLE:
+            try:
+                answer = await self._client.transport.unary(call)
+            except RECOVERABLE:
+                if not (discard and core.options.durable and core.recover):
+                    raise
+                await self._client.reconnect()
+                answer = await self._client.transport.unary(call)
+        except (ModeldError, ClientError) as error:
+            if core.not_ended(error, discard=discard):
+                raise
             return Closed(0)
+        core.discarded = discard
+        return answer
 
     async def __aenter__(self) -> Self:
         return self
@@ -263,19 +276,26 @@ class AsyncSession(AsyncSessionResidency):
         """One call, and once more after a recovery: these calls may be repeated without harm."""
         await self.begin(operation, restore=restore)
         try:
-            return await self._client.transport.unary(make())
+            return await self._unary(make())
         except RECOVERABLE as cause:
             if not await self.recover_from(cause, operation, retry=True, restore=restore):
                 raise
-        return await self._client.transport.unary(make())
+        return await self._unary(make())
 
     async def _send_once(self, operation: str, make: Callable[[], Call[T]]) -> T:
         """One call that isn't sent again after a loss: it may have had its effect."""
         await self.begin(operation)
         try:
-            return await self._client.transport.unary(make())
+            return await self._unary(make())
         except RECOVERABLE as cause:
             await self.recover_from(cause, operation, retry=False)
+            raise
+
+    async def _unary(self, call: Call[T]) -> T:
+        try:
+            return await self._client.transport.unary(call)
+        except BaseException as error:
+            self._core.failed(error)
             raise
 
     def _beside(self, core: SessionCore) -> AsyncSession:
@@ -292,6 +312,9 @@ class AsyncSession(AsyncSessionResidency):
 
     def done(self, state: StreamState) -> GeneratedTurn | None:
         return self._core.generated(state)
+
+    def failed(self, error: BaseException) -> None:
+        self._core.failed(error)
 
     async def recover_from(
         self, cause: Exception, operation: str, *, retry: bool, restore: bool | None = None

@@ -30,6 +30,8 @@ class AsyncSource(Protocol):
 
     def done(self, state: StreamState) -> GeneratedTurn | None: ...
 
+    def failed(self, error: BaseException) -> None: ...
+
 
 class AsyncChunkStream:
     """What both kinds of stream share: events in, chunks out, then the final record."""
@@ -118,8 +120,10 @@ class AsyncChunkStream:
             async with contextlib.aclosing(self._attempts()) as chunks:
                 async for chunk in chunks:
                     yield chunk
-        except Exception:
-            self._recorded = True  # nothing of a failed turn joins a history
+        except BaseException as error:
+            self._source.failed(error)
+            if isinstance(error, Exception):
+                self._recorded = True  # nothing of a failed turn joins a history
             raise
 
     async def _attempts(self) -> AsyncGenerator[Chunk, None]:
@@ -163,12 +167,14 @@ class AsyncChunkStream:
         return self.cancelled
 
     def _record(self) -> None:
-        """Tell the owner of the history once: the whole answer, or what a cancel left of it."""
-        if self._recorded or not (self._state.final or self._state.text):
+        """Tell the session, and the owner of the history, once: the whole answer, or what a cancel
+        left of it.
+        """
+        if self._recorded or self._stream is None:
             return
         self._recorded = True
         self.generated_turn = self._source.done(self._state)
-        if self._on_done is not None:
+        if self._on_done is not None and (self._state.final or self._state.text):
             self._on_done(self._state, self.generated_turn)
 
 

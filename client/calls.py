@@ -6,7 +6,6 @@ Pure; shared by the synchronous and the asyncio client, so that only the transpo
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,10 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from google.protobuf import message_factory
 from google.protobuf.message import Message as Proto
 
-from modeld.client import values
+from modeld.client import values, values_daemon
 from modeld.client.convert import from_proto
 from modeld.client.prompts import Message, ToolInput, chat_message, prompt_part
-from modeld.client.sendable import sendable, unsendable
+from modeld.client.sendable import put, sendable
 from modeld.shared.capacity import Companions
 from modeld.shared.errors import InvalidRequest
 from modeld.shared.manifest import AdapterId
@@ -85,8 +84,8 @@ def answer(cls: type[V]) -> Callable[[Any], V]:
 
 # An event of a stream: a message with one oneof named `event`.
 OpenEvent: TypeAlias = values.QueueStatus | values.LoadProgress | values.Opened
-LoadEvent: TypeAlias = values.QueueStatus | values.LoadProgress | values.Loaded
-ImportEvent: TypeAlias = values.ImportProgress | values.ModelInfo
+LoadEvent: TypeAlias = values.QueueStatus | values.LoadProgress | values_daemon.Loaded
+ImportEvent: TypeAlias = values_daemon.ImportProgress | values_daemon.ModelInfo
 TurnItem: TypeAlias = values.QueueStatus | values.PrefillStatus | values.Chunk | values.Final
 TurnEvent: TypeAlias = tuple[str, TurnItem]  # ("queued" | "prefix" | "suffix" | ..., value)
 
@@ -116,48 +115,54 @@ def events(types: Mapping[str, type[Any]]) -> Callable[[Any], Any]:
 # --- daemon --------------------------------------------------------------------------------------
 
 
-def status(deadlines: Deadlines) -> Call[values.DaemonStatus]:
+def status(deadlines: Deadlines) -> Call[values_daemon.DaemonStatus]:
     return call(
         "DaemonService",
         "Status",
         daemon_pb2.StatusRequest(),
-        answer(values.DaemonStatus),
+        answer(values_daemon.DaemonStatus),
         deadlines.status_s,
     )
 
 
-def watch_events() -> Call[values.Event]:
+def watch_events() -> Call[values_daemon.Event]:
     request = daemon_pb2.WatchEventsRequest()
-    return call("DaemonService", "WatchEvents", request, answer(values.Event), None)
+    return call("DaemonService", "WatchEvents", request, answer(values_daemon.Event), None)
 
 
 @sendable
-def drain(grace_s: float, deadlines: Deadlines) -> Call[values.Draining]:
+def drain(grace_s: float, deadlines: Deadlines) -> Call[values_daemon.Draining]:
     request = daemon_pb2.DrainRequest(grace_seconds=grace_s)
     return call(
-        "DaemonService", "Drain", request, answer(values.Draining), deadlines.quick_s + grace_s
+        "DaemonService",
+        "Drain",
+        request,
+        answer(values_daemon.Draining),
+        deadlines.quick_s + grace_s,
     )
 
 
 @sendable
-def clear_quarantine(model: str, deadlines: Deadlines) -> Call[values.QuarantineCleared]:
+def clear_quarantine(model: str, deadlines: Deadlines) -> Call[values_daemon.QuarantineCleared]:
     request = daemon_pb2.ClearQuarantineRequest(model=model)
-    parse = answer(values.QuarantineCleared)
+    parse = answer(values_daemon.QuarantineCleared)
     return call("DaemonService", "ClearQuarantine", request, parse, deadlines.quick_s)
 
 
 # --- models --------------------------------------------------------------------------------------
 
 
-def list_models(deadlines: Deadlines) -> Call[values.ModelList]:
+def list_models(deadlines: Deadlines) -> Call[values_daemon.ModelList]:
     request = model_pb2.ListModelsRequest()
-    return call("ModelService", "ListModels", request, answer(values.ModelList), deadlines.quick_s)
+    return call(
+        "ModelService", "ListModels", request, answer(values_daemon.ModelList), deadlines.quick_s
+    )
 
 
 _LOAD_EVENTS = {
     "queued": values.QueueStatus,
     "progress": values.LoadProgress,
-    "loaded": values.Loaded,
+    "loaded": values_daemon.Loaded,
 }
 
 
@@ -185,9 +190,9 @@ def switch_model(
 @sendable
 def unload_model(
     model: str, no_wait: bool, force: bool, timeout_s: float | None
-) -> Call[values.Unloaded]:
+) -> Call[values_daemon.Unloaded]:
     request = model_pb2.UnloadModelRequest(model=model, no_wait=no_wait, force=force)
-    return call("ModelService", "UnloadModel", request, answer(values.Unloaded), timeout_s)
+    return call("ModelService", "UnloadModel", request, answer(values_daemon.Unloaded), timeout_s)
 
 
 @sendable
@@ -208,19 +213,23 @@ def import_model(
         replace=replace,
         expected_digest=expected_digest,
     )
-    parse = events({"progress": values.ImportProgress, "imported": values.ModelInfo})
+    parse = events({"progress": values_daemon.ImportProgress, "imported": values_daemon.ModelInfo})
     return call("ModelService", "ImportModel", request, parse, timeout_s)
 
 
 @sendable
-def remove_model(name: str, deadlines: Deadlines) -> Call[values.Removed]:
+def remove_model(name: str, deadlines: Deadlines) -> Call[values_daemon.Removed]:
     request = model_pb2.RemoveModelRequest(name=name)
-    return call("ModelService", "RemoveModel", request, answer(values.Removed), deadlines.quick_s)
+    return call(
+        "ModelService", "RemoveModel", request, answer(values_daemon.Removed), deadlines.quick_s
+    )
 
 
-def disk_stats(deadlines: Deadlines) -> Call[values.DiskStats]:
+def disk_stats(deadlines: Deadlines) -> Call[values_daemon.DiskStats]:
     request = model_pb2.DiskStatsRequest()
-    return call("ModelService", "DiskStats", request, answer(values.DiskStats), deadlines.quick_s)
+    return call(
+        "ModelService", "DiskStats", request, answer(values_daemon.DiskStats), deadlines.quick_s
+    )
 
 
 # --- sessions ------------------------------------------------------------------------------------
@@ -303,8 +312,9 @@ def describe(
     what_if: Mapping[str, str] | None = None,
     companions: Companions = NO_COMPANIONS,
     hypothetical: bool = False,
+    layout: str = "isolated",
     deadlines: Deadlines,
-) -> Call[values.Description]:
+) -> Call[values_daemon.Description]:
     request = session_pb2.DescribeRequest(
         model=model,
         model_type=model_type,
@@ -316,11 +326,12 @@ def describe(
         machine=machine,
         what_if=what_if or {},
         hypothetical=hypothetical,
+        layout=_choice("layout", layout, "LAYOUT", dict(session_pb2.Layout.items())),
         companions=session_pb2.Companions(**dataclasses.asdict(companions)),
     )
     put(request, "window", window)
     put(request, "sessions", sessions)
-    return _session("Describe", request, values.Description, deadlines.describe_s)
+    return _session("Describe", request, values_daemon.Description, deadlines.describe_s)
 
 
 @sendable
@@ -401,11 +412,20 @@ def list_sessions(deadlines: Deadlines) -> Call[values.SessionList]:
 
 @sendable
 def close_session(
-    handle: values.SessionHandle, *, discard: bool, detach: bool, deadlines: Deadlines
+    handle: values.SessionHandle | None,
+    *,
+    discard: bool,
+    detach: bool = False,
+    session_key: str = "",
+    deadlines: Deadlines,
 ) -> Call[values.Closed]:
-    request = session_pb2.CloseSessionRequest(discard=discard, detach=detach)
-    request.session.session_id = handle.session_id
-    request.session.generation = handle.generation
+    """``session_key``: of a durable session, to discard also where the handle is stale or None."""
+    request = session_pb2.CloseSessionRequest(
+        discard=discard, detach=detach, session_key=session_key
+    )
+    if handle is not None:
+        request.session.session_id = handle.session_id
+        request.session.generation = handle.generation
     return _session("CloseSession", request, values.Closed, deadlines.quick_s)
 
 
@@ -416,105 +436,3 @@ TURN_EVENTS: Mapping[str, type[Any]] = {
     "chunk": values.Chunk,
     "final": values.Final,
 }
-
-
-# --- decoding ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DecodeOptions:
-    """How to generate. None takes the daemon's default; with nothing set, decoding is greedy.
-
-    ``max_tokens`` 0: until the window is full; in a session that evicts, until the answer ends by
-    itself, so that a bound is wise. ``stream_interval_ms`` 0: each token at once. One
-    of ``json_schema`` (its text or the schema itself), ``regex`` and ``grammar`` (Lark) constrains
-    the whole answer; with any other stop reason than EOS the text is a beginning of such an answer.
-    """
-
-    max_tokens: int = 0
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
-    logit_bias: Mapping[int, float] | None = None
-    stop: str | Sequence[str] = ()
-    json_schema: str | Mapping[str, Any] | bool | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    stream_interval_ms: int | None = None
-    token_ids: bool = False
-    top_logprobs: int = 0
-    ignore_eos: bool = False
-
-    def to_proto(self) -> session_pb2.DecodeOptions:
-        """Raises InvalidRequest for a value that the field's type can't hold, and for more than
-        one constraint.
-        """
-        constraints = [name for name in _STRUCTURED if getattr(self, name) is not None]
-        if len(constraints) > 1:
-            raise InvalidRequest.of(
-                "options.structured", " and ".join(constraints), f"one of {', '.join(_STRUCTURED)}"
-            )
-        options = session_pb2.DecodeOptions()
-        options.sampling.SetInParent()
-        for name in (*_SAMPLING, *_STRUCTURED, *_PLAIN):
-            value = getattr(self, name)
-            if name == "json_schema" and isinstance(value, Mapping | bool):
-                value = _schema_text(value)
-            if value is not None:
-                part = options.sampling if name in _SAMPLING else options
-                put(options.structured if name in _STRUCTURED else part, name, value)
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        _guard("stop", lambda: options.stop.extend(stop))
-        bias = self.logit_bias or {}
-        _guard("logit_bias", lambda: options.sampling.logit_bias.update(bias))
-        return options
-
-
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repeat_penalty",
-    "repeat_last_n",
-    "frequency_penalty",
-    "presence_penalty",
-    "seed",
-)
-_STRUCTURED = ("json_schema", "regex", "grammar")
-_PLAIN = ("max_tokens", "stream_interval_ms", "token_ids", "top_logprobs", "ignore_eos")
-
-
-def _schema_text(schema: Mapping[str, Any] | bool) -> str:
-    """Its JSON, the properties in the order given: that is their order in an answer."""
-    try:
-        return json.dumps(schema if isinstance(schema, bool) else dict(schema), ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        allowed = "a schema that can be written as JSON"
-        raise InvalidRequest.of(
-            "json_schema", type(schema).__name__, allowed, f"({type(error).__name__})"
-        ) from None
-
-
-def put(target: Proto, name: str, value: object) -> None:
-    _guard(name, lambda: setattr(target, name, value), value)
-
-
-def _guard(name: str, put: Callable[[], None], value: object = None) -> None:
-    """Name the option that the field's type can't hold; text is never quoted."""
-    try:
-        put()
-    except UnicodeEncodeError as error:
-        raise unsendable(error, name) from None
-    except (TypeError, ValueError) as error:
-        shown = value if isinstance(value, (int, float)) else type(value).__name__
-        allowed = "a value of the option's type and range"
-        raise InvalidRequest.of(name, shown, allowed, f"({error})") from None

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from modeld.client import calls, values
+from modeld.client import calls, values, values_daemon
 from modeld.client.calls import NO_COMPANIONS, Call, Deadlines, OpenOptions
 from modeld.client.discovery import discover
 from modeld.client.errors import ConnectionLost, DiscoveryError, ProtocolViolation
@@ -25,7 +25,7 @@ E = TypeVar("E")
 T = TypeVar("T")
 
 ProgressCallback = Callable[[values.QueueStatus | values.LoadProgress], None]
-ImportCallback = Callable[[values.ImportProgress], None]
+ImportCallback = Callable[[values_daemon.ImportProgress], None]
 
 RECONNECT_POLL_S = 0.2
 
@@ -218,12 +218,12 @@ class Client(ClientSnapshots):
 
         What it held stays as reclaimable cache unless ``discard``.
         """
-        call = calls.close_session(session, discard=discard, detach=False, deadlines=self.deadlines)
+        call = calls.close_session(session, discard=discard, deadlines=self.deadlines)
         return self._transport.unary(call)
 
     # --- models ----------------------------------------------------------------------------------
 
-    def models(self) -> list[values.ModelInfo]:
+    def models(self) -> list[values_daemon.ModelInfo]:
         return list(self._transport.unary(calls.list_models(self.deadlines)).models)
 
     def describe(
@@ -242,12 +242,14 @@ class Client(ClientSnapshots):
         what_if: Mapping[str, str] | None = None,
         companions: Companions = NO_COMPANIONS,
         hypothetical: bool = False,
-    ) -> values.Description:
+        layout: str = "isolated",
+    ) -> values_daemon.Description:
         """A model's capacity and capability truth, without loading it.
 
         ``machine`` is the JSON of a machine file, to plan for that machine instead of the
         daemon's; ``what_if`` are settings of the daemon, as if they were these. Of a resident
-        model an open session's own resolution is quoted, unless ``hypothetical``.
+        model an open session's own resolution is quoted, unless ``hypothetical``. ``layout``:
+        "batched" for a session that shares its context with others.
         """
         return self._transport.unary(
             calls.describe(
@@ -264,6 +266,7 @@ class Client(ClientSnapshots):
                 what_if=what_if,
                 companions=companions,
                 hypothetical=hypothetical,
+                layout=layout,
                 deadlines=self.deadlines,
             )
         )
@@ -276,10 +279,10 @@ class Client(ClientSnapshots):
         no_wait: bool = False,
         timeout: float | None = None,
         on_progress: ProgressCallback | None = None,
-    ) -> values.Loaded:
+    ) -> values_daemon.Loaded:
         timeout_s = timeout if timeout is not None else self.deadlines.open_s
         call = calls.load_model(model, model_type, no_wait, timeout_s)
-        return self._outcome(call, values.Loaded, on_progress)
+        return self._outcome(call, values_daemon.Loaded, on_progress)
 
     def switch_model(
         self,
@@ -290,11 +293,11 @@ class Client(ClientSnapshots):
         no_wait: bool = False,
         timeout: float | None = None,
         on_progress: ProgressCallback | None = None,
-    ) -> values.Loaded:
+    ) -> values_daemon.Loaded:
         """Replace the resident model, closing its sessions; GenerationStale if it has moved on."""
         timeout_s = timeout if timeout is not None else self.deadlines.open_s
         call = calls.switch_model(model, model_type, expected_generation, no_wait, timeout_s)
-        return self._outcome(call, values.Loaded, on_progress)
+        return self._outcome(call, values_daemon.Loaded, on_progress)
 
     def unload_model(
         self,
@@ -303,7 +306,7 @@ class Client(ClientSnapshots):
         no_wait: bool = False,
         force: bool = False,
         timeout: float | None = None,
-    ) -> values.Unloaded:
+    ) -> values_daemon.Unloaded:
         timeout_s = timeout if timeout is not None else self.deadlines.open_s
         return self._transport.unary(calls.unload_model(model, no_wait, force, timeout_s))
 
@@ -318,16 +321,16 @@ class Client(ClientSnapshots):
         expected_digest: str = "",
         timeout: float | None = None,
         on_progress: ImportCallback | None = None,
-    ) -> values.ModelInfo:
+    ) -> values_daemon.ModelInfo:
         """Take a file of the daemon's machine into its store."""
         timeout_s = timeout if timeout is not None else self.deadlines.import_s
         call = calls.import_model(path, name, model_type, copy, replace, expected_digest, timeout_s)
-        return self._outcome(call, values.ModelInfo, on_progress)
+        return self._outcome(call, values_daemon.ModelInfo, on_progress)
 
-    def remove_model(self, name: str) -> values.Removed:
+    def remove_model(self, name: str) -> values_daemon.Removed:
         return self._transport.unary(calls.remove_model(name, self.deadlines))
 
-    def disk_stats(self) -> values.DiskStats:
+    def disk_stats(self) -> values_daemon.DiskStats:
         return self._transport.unary(calls.disk_stats(self.deadlines))
 
     # --- text ------------------------------------------------------------------------------------
@@ -407,18 +410,18 @@ class Client(ClientSnapshots):
 
     # --- the daemon ------------------------------------------------------------------------------
 
-    def status(self) -> values.DaemonStatus:
+    def status(self) -> values_daemon.DaemonStatus:
         return self._transport.unary(calls.status(self.deadlines))
 
-    def watch_events(self) -> Iterator[values.Event]:
+    def watch_events(self) -> Iterator[values_daemon.Event]:
         """State changes as they happen, the current state of every slot first."""
         return iter(self._transport.stream(calls.watch_events()))
 
-    def drain(self, grace_s: float = 0.0) -> values.Draining:
+    def drain(self, grace_s: float = 0.0) -> values_daemon.Draining:
         """Stop admitting, let what runs finish, then stop. 0: the daemon's configured grace."""
         return self._transport.unary(calls.drain(grace_s, self.deadlines))
 
-    def clear_quarantine(self, model: str) -> values.QuarantineCleared:
+    def clear_quarantine(self, model: str) -> values_daemon.QuarantineCleared:
         return self._transport.unary(calls.clear_quarantine(model, self.deadlines))
 
     def _outcome(self, call: Call[E], cls: type[T], on_progress: Callable[[Any], None] | None) -> T:

@@ -14,6 +14,7 @@ from modeld.client import residency_calls, snapshot_file
 from modeld.client.calls import Call, Deadlines
 from modeld.client.session_core import SessionCore
 from modeld.client.transport import Transport
+from modeld.client.values import Closed
 from modeld.client.values_residency import (
     Admitted,
     Exported,
@@ -79,15 +80,15 @@ class SessionResidency(ABC):
         """A second session of the same prompt, answers and KV, which goes on by itself.
 
         What it took over is ``opened.resident`` tokens. Close either one without harm to the other.
+        A ``durable`` one, which needs a key, is saved at once: ``saved`` tells how that went.
         """
-        before = self._send_once("fork", self._core.explain_call)
         forked = self._send_once(
             "fork",
             lambda: residency_calls.fork(
                 self._core, session_key, durable, no_wait, self._prefill_s(timeout)
             ),
         )
-        core = residency_calls.forked_core(self._core, forked, before, session_key, durable)
+        core = residency_calls.forked_core(self._core, forked, session_key, durable)
         return self._beside(core)
 
     def admit(
@@ -119,7 +120,7 @@ class SessionResidency(ABC):
 
 
 class ClientSnapshots(ABC):
-    """The snapshots that a daemon keeps. ``timeout`` in seconds."""
+    """What a daemon keeps of sessions. ``timeout`` in seconds."""
 
     deadlines: Deadlines
 
@@ -134,6 +135,13 @@ class ClientSnapshots(ABC):
     def delete_snapshot(self, snapshot_id: str) -> None:
         """Raises SnapshotNotFound, ModelBusy while it is restored or exported."""
         self.transport.unary(residency_calls.delete_snapshot(snapshot_id, self.deadlines))
+
+    def discard_saved(self, session_key: str) -> Closed:
+        """Forget what is saved of the durable session of a key, and close it where it is open.
+
+        Raises SessionNotFound where there is neither.
+        """
+        return self.transport.unary(residency_calls.discard_saved(session_key, self.deadlines))
 
     def snapshot_chunks(
         self, snapshot_id: str, *, timeout: float | None = None

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from modeld.client.calls import Call, Deadlines, answer, call, put
+from modeld.client.calls import Call, Deadlines, answer, call, close_session
 from modeld.client.convert import from_proto, identity_to_proto
-from modeld.client.sendable import sendable
+from modeld.client.sendable import put, sendable
 from modeld.client.session_core import SessionCore
-from modeld.client.values import ContextReport, Opened
+from modeld.client.values import Closed, Opened
 from modeld.client.values_residency import (
     Admitted,
     Forked,
@@ -71,10 +71,8 @@ def fork(
     return call(SERVICE, "Fork", request, answer(Forked), timeout_s)
 
 
-def forked_core(
-    core: SessionCore, forked: Forked, before: ContextReport, session_key: str, durable: bool
-) -> SessionCore:
-    """The new session's core; ``before`` tells the answers that it shares with the old one."""
+def forked_core(core: SessionCore, forked: Forked, session_key: str, durable: bool) -> SessionCore:
+    """The new session's core."""
     branch = SessionCore(
         options=dataclasses.replace(core.options, session_key=session_key, durable=durable),
         deadlines=core.deadlines,
@@ -95,7 +93,9 @@ def forked_core(
         prefix=core.prefix,
         suffix=core.suffix,
     )
-    branch.turns = set(before.generated_turn_ids)
+    branch.turns, branch.saved = set(forked.generated_turn_ids), forked.saved
+    if forked.saved is not None and forked.saved.ok and forked.generated_turn_ids:
+        branch.saved_turn = forked.generated_turn_ids[-1]
     return branch
 
 
@@ -126,7 +126,12 @@ def admit(
         put(request.range, "begin", range[0])
         put(request.range, "end", range[1])
         request.range.SetInParent()
-    return call(SERVICE, "Admit", request, answer(Admitted), timeout_s)
+
+    def parse(response: Any) -> Admitted:
+        core.saved_turn = ""  # what was saved attends to other tokens
+        return from_proto(Admitted, response)
+
+    return call(SERVICE, "Admit", request, parse, timeout_s)
 
 
 # --- kept snapshots ------------------------------------------------------------------------------
@@ -142,6 +147,11 @@ def list_snapshots(model_digest: str, deadlines: Deadlines) -> Call[SnapshotList
 def delete_snapshot(snapshot_id: str, deadlines: Deadlines) -> Call[None]:
     request = session_pb2.DeleteSnapshotRequest(snapshot_id=snapshot_id)
     return call(SERVICE, "DeleteSnapshot", request, lambda _answer: None, deadlines.quick_s)
+
+
+@sendable
+def discard_saved(session_key: str, deadlines: Deadlines) -> Call[Closed]:
+    return close_session(None, discard=True, session_key=session_key, deadlines=deadlines)
 
 
 @sendable

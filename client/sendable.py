@@ -8,6 +8,8 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from google.protobuf.message import Message as Proto
+
 from modeld.shared.errors import InvalidRequest
 
 P = ParamSpec("P")
@@ -42,3 +44,19 @@ def sendable(build: Callable[P, T]) -> Callable[P, T]:
             raise unsendable(error) from None
 
     return checked
+
+
+def put(target: Proto, name: str, value: object) -> None:
+    guard(name, lambda: setattr(target, name, value), value)
+
+
+def guard(name: str, put: Callable[[], None], value: object = None) -> None:
+    """Name the option that the field's type can't hold; text is never quoted."""
+    try:
+        put()
+    except UnicodeEncodeError as error:
+        raise unsendable(error, name) from None
+    except (TypeError, ValueError) as error:
+        shown = value if isinstance(value, (int, float)) else type(value).__name__
+        allowed = "a value of the option's type and range"
+        raise InvalidRequest.of(name, shown, allowed, f"({error})") from None

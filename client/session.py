@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from modeld.client import calls
-from modeld.client.calls import Call, Deadlines, DecodeOptions, TurnEvent
+from modeld.client.calls import Call, Deadlines, TurnEvent
 from modeld.client.chat import History, require_chat
+from modeld.client.decode_options import DecodeOptions
 from modeld.client.errors import RECOVERABLE, ClientError
 from modeld.client.prompts import (
     GeneratedTurn,
@@ -36,9 +36,10 @@ from modeld.client.values import (
     Opened,
     PrefillStatus,
     Recovery,
-    Resolution,
+    Saved,
     SessionHandle,
 )
+from modeld.client.values_capacity import Resolution
 from modeld.shared.capabilities import Capability
 from modeld.shared.errors import ModeldError, SessionClosed
 from modeld.shared.manifest import Identity
@@ -103,6 +104,13 @@ class Session(SessionResidency):
     def has_turn(self, turn_id: str) -> bool:
         """Whether this session has that answer, though another one gave it (by fork or restore)."""
         return self._core.turns is not None and turn_id in self._core.turns
+
+    @property
+    def saved(self) -> Saved | None:
+        """Of a durable session, how saving it went last: at an answer's end, or when it was forked.
+        None: not yet, as far as this client knows.
+        """
+        return self._core.saved
 
     @property
     def recoveries(self) -> list[Recovery]:
@@ -212,7 +220,9 @@ class Session(SessionResidency):
     def close(self, *, discard: bool = False) -> Closed:
         """Close the session; what it held stays as reclaimable cache unless ``discard``.
 
-        Idempotent, and not an error where the session is gone already.
+        Idempotent, and not an error where the session is gone already. ``discard`` also forgets
+        what is saved of a durable one, by its key, whatever became of the session; it raises what
+        stands against that, and may be asked for again.
         """
         return self._end(discard=discard, detach=False)
 
@@ -221,16 +231,24 @@ class Session(SessionResidency):
         self._end(discard=False, detach=True)
 
     def _end(self, *, discard: bool, detach: bool) -> Closed:
-        if self._core.closed:
+        core = self._core
+        call = core.end_call(discard=discard, detach=detach)
+        if call is None:
             return Closed(0)
-        self._core.closed = True
-        call = calls.close_session(
-            self.handle, discard=discard, detach=detach, deadlines=self._core.deadlines
-        )
         try:
-            return self._client.transport.unary(call)
-        except RECOVERABLE:
+            try:
+                answer = self._client.transport.unary(call)
+            except RECOVERABLE:
+                if not (discard and core.options.durable and core.recover):
+                    raise
+                self._client.reconnect()
+                answer = self._client.transport.unary(call)
+        except (ModeldError, ClientError) as error:
+            if core.not_ended(error, discard=discard):
+                raise
             return Closed(0)
+        core.discarded = discard
+        return answer
 
     def __enter__(self) -> Self:
         return self
@@ -259,19 +277,26 @@ class Session(SessionResidency):
         """One call, and once more after a recovery: these calls may be repeated without harm."""
         self.begin(operation, restore=restore)
         try:
-            return self._client.transport.unary(make())
+            return self._unary(make())
         except RECOVERABLE as cause:
             if not self.recover_from(cause, operation, retry=True, restore=restore):
                 raise
-        return self._client.transport.unary(make())
+        return self._unary(make())
 
     def _send_once(self, operation: str, make: Callable[[], Call[T]]) -> T:
         """One call that isn't sent again after a loss: it may have had its effect."""
         self.begin(operation)
         try:
-            return self._client.transport.unary(make())
+            return self._unary(make())
         except RECOVERABLE as cause:
             self.recover_from(cause, operation, retry=False)
+            raise
+
+    def _unary(self, call: Call[T]) -> T:
+        try:
+            return self._client.transport.unary(call)
+        except BaseException as error:
+            self._core.failed(error)
             raise
 
     def _beside(self, core: SessionCore) -> Session:
@@ -288,6 +313,9 @@ class Session(SessionResidency):
 
     def done(self, state: StreamState) -> GeneratedTurn | None:
         return self._core.generated(state)
+
+    def failed(self, error: BaseException) -> None:
+        self._core.failed(error)
 
     def recover_from(
         self, cause: Exception, operation: str, *, retry: bool, restore: bool | None = None

@@ -13,19 +13,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modeld.client import calls
-from modeld.client.calls import Call, Deadlines, DecodeOptions, OpenOptions, TurnEvent, TurnItem
+from modeld.client.calls import Call, Deadlines, OpenOptions, TurnEvent, TurnItem
 from modeld.client.convert import from_proto, identity_to_proto
-from modeld.client.errors import ConnectionLost, ProtocolViolation
+from modeld.client.decode_options import DecodeOptions
+from modeld.client.errors import RECOVERABLE, ConnectionLost, ProtocolViolation
 from modeld.client.prompts import GeneratedTurn, PromptPart, WirePrompt, digest_of, wire_prompt
 from modeld.client.sendable import sendable
 from modeld.client.values import (
     Chunk,
+    Closed,
     ContextReport,
     Final,
     Opened,
     PrefillStatus,
     QueueStatus,
     Recovery,
+    Saved,
     SessionHandle,
 )
 from modeld.shared.errors import DigestMismatch, ModeldError
@@ -71,7 +74,9 @@ class SessionCore:
     suffix: PromptPart | None = None
     lost: Exception | None = None  # a loss that has not been recovered from yet
     closed: bool = False
+    discarded: bool = False
     turns: set[str] | None = None  # ids of the answers that it has; None: those given in it
+    saved: Saved | None = None  # how saving it went last
     saved_turn: str = ""  # the answer after which it was saved, if nothing came since
 
     def __post_init__(self) -> None:
@@ -228,6 +233,38 @@ class SessionCore:
         timeout_s = self.deadlines.quick_s
         return calls.call("SessionService", "ExplainContext", request, parse, timeout_s)
 
+    def end_call(self, *, discard: bool, detach: bool) -> Call[Closed] | None:
+        """Closing or detaching it; None where that was done. What is saved is discarded by its key,
+        so that it goes also where the handle is stale.
+        """
+        if self.closed and (not discard or self.discarded):
+            return None
+        self.closed = True
+        return calls.close_session(
+            self.handle,
+            discard=discard,
+            detach=detach,
+            session_key=self.options.session_key if discard and self.options.durable else "",
+            deadlines=self.deadlines,
+        )
+
+    def not_ended(self, error: Exception, *, discard: bool) -> bool:
+        """Whether the failure of an ``end_call`` may leave something of it. A discard can be asked
+        for again then, and the error says so.
+        """
+        durable = discard and self.options.durable
+        if isinstance(error, RECOVERABLE) and not durable:
+            return False  # it is gone
+        self.closed = not discard
+        if durable:
+            key = self.options.session_key
+            error.add_note(
+                f"What is saved under {key!r} may still be there. Close it with discard again, or "
+                f"discard it by its key: Client.discard_saved, `modeld sessions close {key} "
+                "--discard`."
+            )
+        return True
+
     # --- what calls leave behind -----------------------------------------------------------------
 
     def _ensured(self, part: PromptPart) -> None:
@@ -238,16 +275,26 @@ class SessionCore:
         self.suffix = self.suffix.extended(part) if keep and self.suffix else part
         self.saved_turn = ""
 
+    def failed(self, error: BaseException) -> None:
+        """A call that this side gave up may have had its effect, and have been saved with it. After
+        a refusal, and after a loss, the session is what it was.
+        """
+        if not isinstance(error, (ModeldError, *RECOVERABLE)):
+            self.saved_turn = ""
+
     def generated(self, state: StreamState) -> GeneratedTurn | None:
         """The finished answer as a turn to refer to, or None where there is none."""
         self.saved_turn = ""
-        if state.final is None or not state.final.generated_turn_id:
+        if state.final is None:
             return None
-        if state.final.saved is not None and state.final.saved.ok:
-            self.saved_turn = state.final.generated_turn_id
+        self.saved, turn_id = state.final.saved, state.final.generated_turn_id
+        if not turn_id:
+            return None
+        if self.saved is not None and self.saved.ok:
+            self.saved_turn = turn_id
         if self.turns is not None:
-            self.turns.add(state.final.generated_turn_id)
-        return GeneratedTurn(state.final.generated_turn_id, self.handle.session_id, state.text)
+            self.turns.add(turn_id)
+        return GeneratedTurn(turn_id, self.handle.session_id, state.text)
 
     def adopt(self, opened: Opened, cause: Exception, *, operation: str, retried: bool) -> Recovery:
         """Take the reopened session; record, log and tell it."""
@@ -271,6 +318,8 @@ class SessionCore:
         self.opened = opened
         if not same or opened.resumed is not None:
             self.turns = _turns_of(opened)
+        if opened.resumed is None:
+            self.saved_turn = ""  # the lost call may have changed the session that is still there
         self.lost = None
         self.recoveries.append(recovery)
         logger.warning(

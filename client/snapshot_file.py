@@ -155,42 +155,73 @@ def _header(name: str, size_bytes: int) -> bytes:
 def read_chunks(source: BinaryIO) -> Iterator[session_pb2.SnapshotChunk]:
     """An exported file as the chunks of an import, read as they are taken.
 
-    Raises InvalidRequest for what isn't an exported snapshot, or one that is cut off.
+    Raises InvalidRequest for what isn't an exported snapshot, is cut off wherever, or goes on
+    behind its end: the last chunk is given once the whole file was seen to be one. Which files
+    there must be, and in which order, the daemon knows.
     """
     try:
-        with tarfile.open(fileobj=source, mode="r|") as archive:
-            members = iter(archive)
-            info: session_pb2.SnapshotInfo | None = _info_of(archive, next(members, None))
-            for member in members:
-                if not member.isfile() or "/" in member.name:
-                    raise _refused(f"it has {member.name!r}, which is no file of a snapshot")
-                file, offset = archive.extractfile(member), 0
-                assert file is not None
-                while True:
-                    data = file.read(PIECE_BYTES)
-                    if not data and offset:
-                        break
-                    yield session_pb2.SnapshotChunk(
-                        info=info, file=member.name, offset=offset, data=data
-                    )
-                    info, offset = None, offset + len(data)
-                    if not data:
-                        break
-            if info is not None:
-                raise _refused("it has no files")
-    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
+        header = _member(source)
+        if header is None or header.name != INFO or not 0 < header.size <= MAX_INFO_BYTES:
+            raise _refused(f"its first member isn't {INFO}")
+        info: session_pb2.SnapshotInfo | None = _info_of(b"".join(_content(source, header.size)))
+        last: session_pb2.SnapshotChunk | None = None
+        while (header := _member(source)) is not None:
+            offset = 0
+            for data in _content(source, header.size):
+                if last is not None:
+                    yield last
+                last = session_pb2.SnapshotChunk(
+                    info=info, file=header.name, offset=offset, data=data
+                )
+                info, offset = None, offset + len(data)
+        if last is None:
+            raise _refused("it has no files")
+        yield last
+    except (tarfile.TarError, ValueError, OverflowError) as error:
         # ValueError: a header's field that is no number, or a name that isn't text.
         raise _refused(str(error) or type(error).__name__) from None
     except OSError as error:
         raise _refused(error.strerror or str(error)) from None
 
 
-def _info_of(archive: tarfile.TarFile, member: tarfile.TarInfo | None) -> session_pb2.SnapshotInfo:
-    if member is None or member.name != INFO or not 0 < member.size <= MAX_INFO_BYTES:
-        raise _refused(f"its first member isn't {INFO}")
-    file = archive.extractfile(member)
+def _member(source: BinaryIO) -> tarfile.TarInfo | None:
+    """The next member's header; None at the file's end, once that was seen to be one."""
+    block = _exactly(source, tarfile.BLOCKSIZE)
+    if any(block):
+        header = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
+        if header.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or "/" in header.name:
+            raise _refused(f"it has {header.name!r}, which is no file of a snapshot")
+        return header
+    rest = _exactly(source, tarfile.BLOCKSIZE)
+    while rest:
+        if rest.strip(b"\0"):
+            raise _refused("it goes on behind its end")
+        rest = source.read(PIECE_BYTES)  # zeros: other programs fill up what they write
+    return None
+
+
+def _content(source: BinaryIO, size: int) -> Iterator[bytes]:
+    """A member's bytes, in pieces; one that is empty for an empty member."""
+    for at in range(0, max(1, size), PIECE_BYTES):
+        yield _exactly(source, min(size - at, PIECE_BYTES))
+    if any(_exactly(source, -size % tarfile.BLOCKSIZE)):
+        raise _refused("it has something between its files")
+
+
+def _exactly(source: BinaryIO, size: int) -> bytes:
+    """A pipe may give less at a time."""
+    data = b""
+    while len(data) < size:
+        more = source.read(size - len(data))
+        if not more:
+            raise _refused("it is cut off")
+        data += more
+    return data
+
+
+def _info_of(data: bytes) -> session_pb2.SnapshotInfo:
     try:
-        told: Any = json.loads(file.read() if file is not None else b"")
+        told: Any = json.loads(data)
         if (told["format"], told["version"]) != (FORMAT, VERSION):
             raise _refused(f"it is of format {told['format']!r}, version {told['version']!r}")
         return json_format.ParseDict(

@@ -34,6 +34,8 @@ class Source(Protocol):
 
     def done(self, state: StreamState) -> GeneratedTurn | None: ...
 
+    def failed(self, error: BaseException) -> None: ...
+
 
 class ChunkStream:
     """What both kinds of stream share: events in, chunks out, then the final record."""
@@ -120,8 +122,10 @@ class ChunkStream:
     def _run(self) -> Generator[Chunk, None, None]:
         try:
             yield from self._attempts()
-        except Exception:
-            self._recorded = True  # nothing of a failed turn joins a history
+        except BaseException as error:
+            self._source.failed(error)
+            if isinstance(error, Exception):
+                self._recorded = True  # nothing of a failed turn joins a history
             raise
 
     def _attempts(self) -> Generator[Chunk, None, None]:
@@ -165,12 +169,14 @@ class ChunkStream:
         return self.cancelled
 
     def _record(self) -> None:
-        """Tell the owner of the history once: the whole answer, or what a cancel left of it."""
-        if self._recorded or not (self._state.final or self._state.text):
+        """Tell the session, and the owner of the history, once: the whole answer, or what a cancel
+        left of it.
+        """
+        if self._recorded or self._stream is None:
             return
         self._recorded = True
         self.generated_turn = self._source.done(self._state)
-        if self._on_done is not None:
+        if self._on_done is not None and (self._state.final or self._state.text):
             self._on_done(self._state, self.generated_turn)
 
 

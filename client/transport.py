@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 OWNER_METADATA = "modeld-owner"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+END_WAIT_S = 0.5
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -144,9 +145,10 @@ class _Requests:
         raise StopIteration
 
     def end(self) -> None:
-        """Nothing is taken after this."""
-        with self._lock:
-            self._ended = True
+        """Nothing is taken after this; one that is taken now isn't waited for if it takes long."""
+        self._ended = True
+        if self._lock.acquire(timeout=END_WAIT_S):
+            self._lock.release()
 
 
 class Stream(Generic[T]):

@@ -12,27 +12,11 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum, StrEnum
 from typing import Any
 
+from modeld.client.values_capacity import ContextNumbers, Resolution
 from modeld.shared.capabilities import Capability
-from modeld.shared.capacity import BudgetRow
 from modeld.shared.manifest import Identity
 
 _ANSWER_NAMES = {"yes": "ANSWER_YES", "no": "ANSWER_NO", "unknown": "ANSWER_UNKNOWN"}
-
-
-class ContextReason(StrEnum):
-    NONE = "CONTEXT_REASON_NONE"
-    MODEL_CEILING = "MODEL_CEILING"
-    REQUEST = "REQUEST"
-    MEMORY = "MEMORY"
-    USER_LIMIT = "USER_LIMIT"
-    RESERVE = "RESERVE"
-    HEADROOM = "HEADROOM"
-    FLOOR = "FLOOR"
-    TRAINING_WINDOW = "TRAINING_WINDOW"
-    COLD_BUDGET = "COLD_BUDGET"
-    UNKNOWN_METADATA = "UNKNOWN_METADATA"
-    UNKNOWN_PATTERN = "UNKNOWN_PATTERN"
-    UNRECOGNIZED = "UNRECOGNIZED"  # a newer daemon's
 
 
 class MissReason(StrEnum):
@@ -67,147 +51,6 @@ class Layout(StrEnum):
     ISOLATED = "LAYOUT_ISOLATED"
     BATCHED = "LAYOUT_BATCHED"
     UNRECOGNIZED = "UNRECOGNIZED"
-
-
-class SlotState(StrEnum):
-    UNSPECIFIED = "SLOT_STATE_UNSPECIFIED"
-    EMPTY = "SLOT_EMPTY"
-    LOADING = "SLOT_LOADING"
-    READY = "SLOT_READY"
-    BUSY = "SLOT_BUSY"
-    SWITCHING = "SLOT_SWITCHING"
-    UNLOADING = "SLOT_UNLOADING"
-    IDLE = "SLOT_IDLE"
-    FAILED = "SLOT_FAILED"
-    QUARANTINED = "SLOT_QUARANTINED"
-    SHUTTING_DOWN = "SLOT_SHUTTING_DOWN"
-    LOST_OWNER = "SLOT_LOST_OWNER"
-    UNRECOGNIZED = "UNRECOGNIZED"
-
-
-# --- capacity ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ContextNumber:
-    tokens: int
-    reason: ContextReason
-    runner_up: ContextReason
-    runner_up_tokens: int
-    known: bool
-
-
-@dataclass(frozen=True)
-class ContextNumbers:
-    """The six context numbers; never collapsed into one."""
-
-    model_max: ContextNumber
-    requested: ContextNumber
-    memory_fit: ContextNumber
-    effective: ContextNumber
-    hot: ContextNumber
-    planner: ContextNumber
-
-
-@dataclass(frozen=True)
-class DevicePlan:
-    """One memory's part of a plan: the host's first, then each accelerator's."""
-
-    device_id: str
-    name: str
-    engine_name: str
-    layers: int
-    first_layer: int
-    weights_bytes: int
-    kv_bytes: int
-    compute_bytes: int
-    free_bytes: int
-    reserve_bytes: int
-    budget_bytes: int
-    headroom_bytes: int
-    left_bytes: int
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """Something that would make a refused plan fit: set ``kind`` to ``value``."""
-
-    kind: str
-    value: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a plan is refused. ``message`` is "" where it isn't."""
-
-    bound: ContextReason
-    message: str
-    numbers: dict[str, str]
-    remedies: tuple[Remedy, ...]
-
-
-@dataclass(frozen=True)
-class Resolution:
-    context: ContextNumbers
-    budget: tuple[BudgetRow, ...]
-    k_type: str
-    v_type: str
-    kv_bytes: int
-    compute_bytes: int
-    weights_bytes: int
-    placement: str
-    max_sessions: int
-    gpu_layers: int
-    tensor_split: tuple[float, ...]
-    devices: tuple[DevicePlan, ...]
-    shed: bool
-    findings: tuple[str, ...]
-    refusal: Refusal
-    allocated: int
-
-
-@dataclass(frozen=True)
-class DeviceProcess:
-    pid: int
-    bytes: int
-    name: str
-
-
-@dataclass(frozen=True)
-class Device:
-    """An accelerator as it was read. Where it isn't ``known``, ``note`` says why."""
-
-    id: str
-    name: str
-    kind: str
-    total_bytes: int
-    free_bytes: int
-    known: bool
-    engine_name: str
-    shared_memory: bool
-    note: str
-    processes: tuple[DeviceProcess, ...]
-    pci: str
-    parent: str
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The readings that an answer was made from."""
-
-    source: str
-    host_total_bytes: int
-    host_available_bytes: int
-    cgroup_limit_bytes: int
-    host_known: bool
-    swap_total_bytes: int
-    swap_free_bytes: int
-    devices: tuple[Device, ...]
-    notes: tuple[str, ...]
-
-
-# --- sessions ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -333,7 +176,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Saved:
-    """How saving a durable session at a turn's end went. ``tokens``: whose KV is saved now."""
+    """How saving a durable session at a turn's end, or at its fork, went.
+
+    ``tokens``: whose KV is saved now.
+    """
 
     ok: bool
     tokens: int
@@ -403,64 +249,6 @@ class ContextReport:
 
 
 @dataclass(frozen=True)
-class LayerRun:
-    """Consecutive layers that are alike. Lengths are elements of one head."""
-
-    count: int
-    kind: str
-    kv_heads: int
-    key_length: int
-    value_length: int
-    window: int
-    state_bytes: int
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    architecture: str
-    layers: int
-    embedding_length: int
-    heads: int
-    kv_heads: tuple[int, ...]
-    key_length: int
-    value_length: int
-    context_length: int
-    vocabulary: int
-    sliding_window: int
-    quantization: str
-    file_bytes: int
-    has_chat_template: bool
-    name: str
-    layer_runs: tuple[LayerRun, ...]
-    weights_bytes: int
-    input_bytes: int
-    output_bytes: int
-    pooling: str
-    parts: int
-    unknown_pattern: bool
-    window_pattern_source: str
-
-
-@dataclass(frozen=True)
-class Description:
-    """Describe's answer. ``resolution_source`` is "hypothetical" or "open_session"."""
-
-    model: str
-    model_type: str
-    resident: bool
-    identity: Identity
-    resolution: Resolution
-    questions: tuple[Capability, ...]
-    capabilities: tuple[Capability, ...]
-    facts: ModelFacts
-    resolution_source: str
-    template_supports_tools: bool
-    machine: Machine
-    executor: str = ""  # of a resident model: which of its engine's ways runs it
-    executor_reason: str = ""
-
-
-@dataclass(frozen=True)
 class Tokens:
     token_ids: tuple[int, ...]
     pieces: tuple[bytes, ...]
@@ -527,149 +315,6 @@ class SessionInfo:
 @dataclass(frozen=True)
 class SessionList:
     sessions: tuple[SessionInfo, ...]
-
-
-# --- models ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    name: str
-    type: str
-    digest: str
-    size_bytes: int
-    architecture: str
-    quantization: str
-    context_length: int
-    resident: bool
-    imported_unix_ms: int
-    linked: bool
-    executor: str = ""  # of a resident model: which of its engine's ways runs it
-
-
-@dataclass(frozen=True)
-class ModelList:
-    models: tuple[ModelInfo, ...]
-
-
-@dataclass(frozen=True)
-class Loaded:
-    generation: int
-    identity: Identity
-    already_resident: bool
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Unloaded:
-    was_resident: bool
-    generation: int
-    sessions_closed: int
-
-
-@dataclass(frozen=True)
-class ImportProgress:
-    stage: str
-    done_bytes: int
-    total_bytes: int
-
-
-@dataclass(frozen=True)
-class Removed:
-    freed_bytes: int
-
-
-@dataclass(frozen=True)
-class DiskStats:
-    data_root: str
-    models_bytes: int
-    snapshots_bytes: int
-    free_bytes: int
-    total_bytes: int
-    durable_bytes: int = 0
-    cold_bytes: int = 0  # parked KV on disk
-    quota_bytes: int = 0  # of snapshots and durable sessions together; 0: none
-    damaged_snapshots: tuple[str, ...] = ()
-
-
-# --- daemon ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WorkerStatus:
-    backend: str
-    state: str
-    pid: int
-    rss_bytes: int
-    restarts: int
-    restart_in_seconds: float
-    last_death: str
-    backend_version: str
-
-
-@dataclass(frozen=True)
-class SlotStatus:
-    backend: str
-    state: SlotState
-    model: str
-    model_digest: str
-    generation: int
-    sessions: int
-    queued: int
-    holder_operation: str
-    holder_age_seconds: float
-    context: ContextNumbers
-    last_fatal: str
-    idle_release_in_seconds: float
-    reclaimable_bytes: int
-    worker: WorkerStatus
-    identity: Identity
-    executor: str = ""  # of the resident model: which of its engine's ways runs it
-    executor_reason: str = ""
-
-
-@dataclass(frozen=True)
-class DaemonStatus:
-    owner_instance_id: str
-    version: str
-    protocol_version: int
-    generation: int
-    uptime_seconds: float
-    data_root: str
-    endpoints: tuple[str, ...]
-    slots: tuple[SlotStatus, ...]
-    draining: bool
-    memory_total_bytes: int
-    memory_available_bytes: int
-    supervisor_rss_bytes: int
-    pid: int
-    quarantined_models: tuple[str, ...]
-    supervisor_cpu_seconds: float
-    machine: Machine
-
-
-@dataclass(frozen=True)
-class Event:
-    sequence: int
-    unix_ms: int
-    kind: str
-    backend: str
-    state: str
-    model: str
-    generation: int
-    session_id: str
-    cause: str
-
-
-@dataclass(frozen=True)
-class Draining:
-    running: int
-    queued: int
-
-
-@dataclass(frozen=True)
-class QuarantineCleared:
-    was_quarantined: bool
 
 
 # --- the client's own --------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from modeld.client.values import PrefillStatus, Resolution, SessionHandle
+from modeld.client.values import Overflow, PrefillStatus, Saved, SessionHandle
+from modeld.client.values_capacity import Resolution
 from modeld.shared.capabilities import Capability
 from modeld.shared.manifest import Identity
 
@@ -31,6 +32,9 @@ class SnapshotInfo:
     seen_tokens: int
     turns: int
     seconds: float
+    k_type: str
+    v_type: str
+    overflow: Overflow
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,8 @@ class Forked:
     identity: Identity
     resolution: Resolution
     capabilities: tuple[Capability, ...]
+    generated_turn_ids: tuple[str, ...]  # the answers that it took over, oldest first
+    saved: Saved | None  # of a durable one
 
 
 @dataclass(frozen=True)

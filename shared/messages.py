@@ -479,6 +479,7 @@ class ForkResult(OpenResult, kw_only=True):
     copied: int  # tokens
     resident: int
     seconds: float
+    turn_ids: list[str]  # oldest first
 
 
 class TrimOp(_Message):

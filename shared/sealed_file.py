@@ -22,6 +22,7 @@ import struct
 import msgspec
 
 from modeld.shared.codec import CodecError, decode_struct
+from modeld.shared.messages import SavedPart
 
 STATE_MAGIC, RECORD_MAGIC = b"modeldKV", b"modeldSR"
 STATE_NUMBERS = struct.Struct("<8sIIQ")
@@ -43,6 +44,26 @@ class _Sealed(msgspec.Struct, frozen=True):
     """Of a state's header, what says where the digests of the payload are."""
 
     chunks: list[Chunk]
+
+
+class RecordTold(msgspec.Struct, frozen=True):
+    """Of a record's body, what is told of it to whom can't read the rest."""
+
+    backend: str
+    kv_digest: str
+    prompt_format: str
+    window: int  # tokens
+    seen_tokens: int
+    turns: list[msgspec.Raw]
+    token_ids: bytes  # of the tokens whose KV is saved, four bytes each
+    parts: list[SavedPart]
+    exact: bool
+    exact_reason: str
+
+
+def record_told(data: bytes) -> RecordTold:
+    """From a record's bytes, whose digest was checked. Raises CodecError."""
+    return decode_struct(data[RECORD_NUMBERS.size + SHA_BYTES :], RecordTold)
 
 
 class DigestCheck:

@@ -47,6 +47,7 @@ PLANNED = (
     "reserve_bytes",
     "user_limit_bytes",
     "cold_ram_bytes",
+    "batch_streams",
     "k_type",
     "v_type",
     "openvino_kv_type",

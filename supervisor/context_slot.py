@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from modeld.shared.capacity import CapacityRequest, Number, Reason, Resolution
 from modeld.shared.errors import InsufficientMemory, InvalidRequest, UnsupportedFeature
@@ -21,7 +22,7 @@ from modeld.supervisor.awaiting import see_through
 from modeld.supervisor.durable_sessions import Saved, refuse_unless_saved
 from modeld.supervisor.findings import check_context
 from modeld.supervisor.models.store import StoredModel
-from modeld.supervisor.parking_slot import ParkingSlot
+from modeld.supervisor.parking_slot import Leaving, ParkingSlot
 from modeld.supervisor.sessions import Session
 from modeld.supervisor.slot_core import Caller
 from modeld.supervisor.slot_plan import host_buffers, one_stream
@@ -34,15 +35,13 @@ class Forked:
     session: Session
     result: ForkResult
     queue_seconds: float
+    saved: Saved | None  # of a durable one, how saving it at once went
 
 
 class ContextSlot(ParkingSlot):
     """Part of ``ModelSlot``. All methods run on the daemon's loop."""
 
     batch_plan: Resolution | None = None  # of the batch that was made last
-
-    async def close(self, session: Session, *, why: str, discard: bool = False) -> int:
-        raise NotImplementedError
 
     async def keep(self, session: Session, key: str) -> Saved:
         raise NotImplementedError
@@ -62,45 +61,57 @@ class ContextSlot(ParkingSlot):
         await self._refuse_used_key(source, session_key, durable)
         # A key is looked up and taken at once, and what is saved is brought back before any turn.
         beside = False if session_key else None
-        async with self.hold(source.session_id, "fork", caller, beside=beside) as hold:
+        async with (
+            self.hold(source.session_id, "fork", caller, beside=beside) as hold,
+            self.durable.opening(session_key),
+        ):
             await self._refuse_used_key(source, session_key, durable)
-            self.sessions.get(source.session_id, source.generation, time.monotonic())
-            resident = self.resident
-            if resident is None:
-                raise self.sessions.stale(source.generation)
-            _refuse_unless_forked(source.model, resident.load)
-            if durable:
-                refuse_unless_saved(source.model, resident.load.capabilities)
-            await self._make_place(source.layout, source)
-            await self.ready(source)
-            session_id = self.sessions.new_id()
-            window = source.resolution.numbers.effective.tokens
-            capacity = replace(source.request, window=window, sessions=0)
-            results: list[ForkResult] = []
-
-            async def make(planned: Resolution) -> Session:
-                operation = ForkOp(
-                    session_id=source.session_id,
-                    new_session_id=session_id,
-                    free_bytes=planned.free_bytes,
-                    compute_bytes=host_buffers(planned),
-                )
-                result, resolution = await self._make_context(planned, operation, source)
-                assert isinstance(result, ForkResult)
-                results.append(result)
-                now = time.monotonic()
-                return source.forked(session_id, session_key, resolution, result.resident, now)
-
-            session = await self._new_session(
-                session_id, resident.model, capacity, make, kept=source
-            )
+            session, result = await self._fork(source, session_key, durable)
+            saved = None
             if durable:
                 try:
-                    await self.keep(session, session_key)
+                    saved = await self.keep(session, session_key)
                 except BaseException:  # nobody has the branch: nor must its key be taken
                     self.spawn(self._close_unknown(session, discard=True))
                     raise
-            return Forked(session, results[-1], hold.waited_s)
+            return Forked(session, result, hold.waited_s, saved)
+
+    async def _fork(self, source: Session, key: str, durable: bool) -> tuple[Session, ForkResult]:
+        self.sessions.require(source)
+        resident = self.resident
+        if resident is None:
+            raise self.sessions.stale(source.generation)
+        _refuse_unless_forked(source.model, resident.load)
+        if durable:
+            refuse_unless_saved(source.model, resident.load.capabilities)
+        leaves = partial(self._leaving, source.layout, kept=source)
+        window = source.resolution.numbers.effective.tokens
+        capacity = replace(source.request, window=window, sessions=0)
+        if source.parked:  # refused before it is brought back for it, and another parked
+            leaves()
+            if not source.batched:
+                await self.refuse_unless_two(resident.model, capacity, source)
+        await self.ready(source)
+        session_id = self.sessions.new_id()
+        results: list[ForkResult] = []
+
+        async def make(planned: Resolution) -> Session:
+            operation = ForkOp(
+                session_id=source.session_id,
+                new_session_id=session_id,
+                free_bytes=planned.free_bytes,
+                compute_bytes=host_buffers(planned),
+            )
+            result, resolution = await self._make_context(planned, operation, source)
+            assert isinstance(result, ForkResult)
+            results.append(result)
+            now = time.monotonic()
+            return source.forked(session_id, key, resolution, result.resident, now)
+
+        session = await self._new_session(
+            session_id, resident.model, capacity, make, leaves, kept=source
+        )
+        return session, results[-1]
 
     async def _refuse_used_key(self, source: Session, key: str, durable: bool) -> None:
         """A branch never takes another session's place."""
@@ -126,11 +137,13 @@ class ContextSlot(ParkingSlot):
         model: StoredModel,
         capacity: CapacityRequest,
         make: Callable[[Resolution], Awaitable[Session]],
+        leaves: Callable[[], Leaving],
         *,
         kept: Session | None = None,
     ) -> Session:
-        """Plan a context, have ``make`` make it, and open the session that has it. Where the caller
-        is gone meanwhile nobody has its handle, so that it is closed again.
+        """Plan a context, have ``make`` make it, and open the session that has it; who ``leaves``
+        for it is closed in between. Where the caller is gone meanwhile nobody has its handle, so
+        that it is closed again.
         """
 
         async def opened(planned: Resolution) -> Session:
@@ -153,12 +166,17 @@ class ContextSlot(ParkingSlot):
 
         try:
             async with self.placing:
-                self._refuse_one_more()  # several may be on their way where they run together
-                joined = self._joined(capacity)
+                leaving = leaves()
+                joined = self._joined(capacity, leaving)
                 if joined is not None:
+                    await self._close_all(leaving)
                     return await see_through(opened(joined))
                 return await self.place(
-                    model, capacity, lambda plan: see_through(opened(plan)), kept=kept
+                    model,
+                    capacity,
+                    lambda plan: see_through(opened(plan)),
+                    kept=kept,
+                    leaves=leaves,
                 )
         except asyncio.CancelledError:
             for session in self.sessions.all():
@@ -166,13 +184,14 @@ class ContextSlot(ParkingSlot):
                     self.spawn(self._close_unknown(session))
             raise
 
-    def _joined(self, capacity: CapacityRequest) -> Resolution | None:
+    def _joined(self, capacity: CapacityRequest, leaving: Leaving) -> Resolution | None:
         """The plan of a session that gets a stream which is there already: it needs no memory.
 
         None where none is known to be: without a session in it, a batch may be gone.
         """
-        batch = self.batch_plan
-        if not capacity.streams or batch is None or not self.sessions.of_layout("batched"):
+        batch, going = self.batch_plan, {session.session_id for session, _ in leaving}
+        stay = any(one.session_id not in going for one in self.sessions.in_batch)
+        if not capacity.streams or batch is None or not stay:
             return None
         numbers = batch.numbers
         effective = numbers.effective
@@ -195,7 +214,7 @@ class ContextSlot(ParkingSlot):
         if resident is None:  # the worker went away while the plan was made
             raise self.sessions.stale(self.sessions.previous)
         streams = planned.streams
-        joins = bool(streams and self.sessions.of_layout("batched"))
+        joins = bool(streams and self.sessions.in_batch)
         generation = self.sessions.generation
         with contextlib.nullcontext() if joins else self.plan.under_way(planned, load=False):
             result = await self.call(operation, session=source)
@@ -217,41 +236,43 @@ class ContextSlot(ParkingSlot):
         self.plan.count(result, self.sessions.resident + 1, planned)
         return result, resolution
 
-    async def _make_place(self, layout: str, kept: Session | None = None) -> None:
-        """Where as many are open as may be, in all or of the layout, close the detached session
-        that was used least recently, ``kept`` excepted. Raises InsufficientMemory where none is.
+    def _leaving(
+        self, layout: str, *, replaced: Session | None = None, kept: Session | None = None
+    ) -> Leaving:
+        """Who is closed for one more session: the one that is ``replaced``, and where as many are
+        open as may be, in all or of the layout, the detached session that was used least recently,
+        ``kept`` excepted. Raises InsufficientMemory where none is and one must be.
 
         What it held stays as reclaimable cache, which its key's next open finds.
         """
-        config, alike = self.config, self.sessions.of_layout(layout)
+        config = self.config
+        leaving = [(replaced, "its key was opened anew")] if replaced is not None else []
+        staying = [one for one in self.sessions.all() if one is not replaced]
+        alike = [one for one in staying if one.layout == layout]
         most = config.max_sessions if self.cannot_park else config.max_open_sessions
         if len(alike) < (config.batch_streams if layout == "batched" else most):
-            if len(self.sessions) < config.max_open_sessions:
-                return
-            alike = self.sessions.all()
+            if len(staying) < config.max_open_sessions:
+                return leaving
+            alike = staying
+        now = time.monotonic()
         detached = [
-            one
-            for one in self.sessions.detached(time.monotonic())
-            if one is not kept and one in alike
+            one for one in alike if one is not kept and not self.sessions.is_attached(one, now)
         ]
         if detached:
             oldest = min(detached, key=lambda session: session.used_at)
-            await self.close(oldest, why="closed while detached, to make room for another session")
-        else:
-            self._refuse_one_more()
+            why = "closed while detached, to make room for another session"
+            return [*leaving, (oldest, why)]
+        if len(staying) >= config.max_open_sessions:
+            raise self._one_too_many(len(staying))
+        return leaving
 
-    def _refuse_one_more(self) -> None:
-        """Raises InsufficientMemory where as many are open as the operator lets be."""
-        config = self.config
-        if len(self.sessions) >= config.max_open_sessions:
-            raise InsufficientMemory(
-                f"{len(self.sessions)} sessions are open, as many as max_open_sessions allows, and "
-                "none is detached. Close one, or raise that setting.",
-                metadata={
-                    "open_sessions": len(self.sessions),
-                    "max_open_sessions": config.max_open_sessions,
-                },
-            )
+    def _one_too_many(self, count: int) -> InsufficientMemory:
+        most = self.config.max_open_sessions
+        return InsufficientMemory(
+            f"{count} sessions are open, as many as max_open_sessions allows, and none is "
+            "detached. Close one, or raise that setting.",
+            metadata={"open_sessions": count, "max_open_sessions": most},
+        )
 
     def _tell_findings(self, findings: tuple[str, ...]) -> None:
         for finding in findings:

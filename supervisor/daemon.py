@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from modeld.shared.errors import InvalidRequest, ModeldError, NotOwner
 from modeld.shared.ids import new_instance_id
+from modeld.supervisor.cold_sweep import sweep_cold
 from modeld.supervisor.config import Config, split_address
 from modeld.supervisor.durable import private_folder
 from modeld.supervisor.durable_sessions import DurableSessions
@@ -121,6 +122,7 @@ class Daemon:
             )
             stack.callback(self._lease.release)
             sweep_leftovers(self.config.data_root)
+            await asyncio.to_thread(sweep_cold, self.config)
             generations = GenerationStore.open(
                 self.config.data_root, self._lease.record.generation_floor, self._lease.check
             )

@@ -13,6 +13,7 @@ import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
@@ -38,6 +39,7 @@ from modeld.supervisor.sessions import Session, SessionRegistry
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Locks = weakref.WeakValueDictionary[str, asyncio.Lock]
 Send = Callable[[Payload], Awaitable[Payload]]  # one operation of the worker, to its end
 
 FOLDER = "durable"
@@ -101,7 +103,8 @@ class DurableSessions:
         self._max_age_s = max_age_s
         self._check_owner = check_owner
         self._registries: list[SessionRegistry] = []
-        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._locks: Locks = weakref.WeakValueDictionary()  # of what is saved under a key
+        self._openings: Locks = weakref.WeakValueDictionary()
         self._deaths: dict[str, int] = {}  # of workers, in restoring a record, by its digest
 
     # --- who has a key -----------------------------------------------------------------------
@@ -137,6 +140,12 @@ class DurableSessions:
                         "actual": session.model,
                     },
                 )
+
+    def opening(self, key: str) -> AbstractAsyncContextManager[object]:
+        """While a session is opened under a key: others who would open one wait, in whatever slot,
+        so that who has the key stays true from the look to the taking.
+        """
+        return _lock_of(self._openings, key) if key else contextlib.nullcontext()
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -207,7 +216,7 @@ class DurableSessions:
 
         ``fresh``: forget it instead. What can't be brought back stays saved until the next save,
         and is told; only a worker that is gone is raised, as GenerationStale, since the session is
-        gone with it.
+        gone with it. ``send`` raises SessionFatal only of an operation that the worker was given.
         """
         async with self._lock(session.key):
             if fresh:
@@ -223,11 +232,12 @@ class DurableSessions:
             try:
                 return await self._restore(session, info, send)
             except WORKER_GONE as error:
-                deaths = self._deaths.get(info.record_digest, 0) + 1
-                self._deaths[info.record_digest] = deaths
-                logger.warning("restoring %s: %s (%d)", session.session_id, error.reason, deaths)
-                if isinstance(error, GenerationStale):
-                    raise
+                if isinstance(error, SessionFatal) and error.metadata.get("cause") != "drain":
+                    deaths = self._deaths.get(info.record_digest, 0) + 1
+                    self._deaths[info.record_digest] = deaths
+                    logger.warning(
+                        "restoring %s: %s (%d)", session.session_id, error.message, deaths
+                    )
                 raise GenerationStale(error.message, metadata=error.metadata) from None
             except (ModeldError, OSError) as error:
                 logger.warning("session %s begins cold: %s", session.session_id, _words(error))
@@ -270,10 +280,12 @@ class DurableSessions:
 
     # --- forgetting --------------------------------------------------------------------------
 
-    async def forget(self, key: str) -> None:
-        """Remove what is saved under a key; nothing happens where nothing is."""
+    async def forget(self, key: str) -> bool:
+        """Remove what is saved under a key; whether anything was."""
         async with self._lock(key):
+            found = await asyncio.to_thread(self.folder(key).path.exists)
             await asyncio.to_thread(self._remove, key)
+        return found
 
     def start(self) -> None:
         """Sweep what crashes left. Blocking; before the first session."""
@@ -295,8 +307,9 @@ class DurableSessions:
         removed = []
         for info in await asyncio.to_thread(self._infos):
             async with self._lock(info.session_key):
-                if info.used_unix_ms < oldest and info.session_key not in self.open_keys():
-                    await asyncio.to_thread(self._remove, info.session_key)
+                if info.used_unix_ms >= oldest or info.session_key in self.open_keys():
+                    continue
+                if await asyncio.to_thread(self._remove_unused, info.session_key, oldest):
                     removed.append(info.session_key)
         if removed:
             logger.info("not used for %g s, removed: %s", self._max_age_s, ", ".join(removed))
@@ -317,10 +330,7 @@ class DurableSessions:
         return SavedFolder(self.root / folder_name(key))
 
     def _lock(self, key: str) -> asyncio.Lock:
-        lock = self._locks.get(key)
-        if lock is None:
-            lock = self._locks[key] = asyncio.Lock()
-        return lock
+        return _lock_of(self._locks, key)
 
     def _ready(self, key: str) -> SavedFolder:
         """The folder, there to be written into. Raises StorageFull where the quota is full."""
@@ -339,9 +349,23 @@ class DurableSessions:
             self._check_owner()
             self.folder(key).sweep()
 
+    def _remove_unused(self, key: str, oldest_ms: int) -> bool:
+        """Whether it was removed: not where it was used since it was looked at."""
+        if self.folder(key).used_since(oldest_ms):
+            return False
+        self._remove(key)
+        return True
+
     def _remove(self, key: str) -> None:
         self._check_owner()
         self.folder(key).remove()
+
+
+def _lock_of(locks: Locks, key: str) -> asyncio.Lock:
+    lock = locks.get(key)
+    if lock is None:
+        lock = locks[key] = asyncio.Lock()
+    return lock
 
 
 def refuse_unless_saved(model: str, capabilities: Mapping[str, str]) -> None:

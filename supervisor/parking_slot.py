@@ -6,6 +6,7 @@ context costs the planner's; knows no transport and no model's load.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -14,9 +15,9 @@ from typing import TypeVar
 
 from modeld.shared.capacity import (
     CapacityRequest,
-    Companions,
     MachineReading,
     Resolution,
+    SlotUse,
 )
 from modeld.shared.errors import (
     InsufficientMemory,
@@ -30,45 +31,30 @@ from modeld.supervisor import parking
 from modeld.supervisor.awaiting import see_through
 from modeld.supervisor.models.store import StoredModel
 from modeld.supervisor.planning import Question
+from modeld.supervisor.planning_slot import PlanningSlot
 from modeld.supervisor.sessions import Back, Session
-from modeld.supervisor.slot_core import SlotCore
-from modeld.supervisor.slot_plan import NO_COMPANIONS, host_buffers
+from modeld.supervisor.slot_plan import host_buffers
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Leaving = list[tuple[Session, str]]  # who is closed for another, and why
 # What keeps one session from being parked, and nothing else from going on.
 _CANNOT = (InsufficientMemory, InvalidRequest, SessionNotFound, StorageFull, UnsupportedFeature)
 
 
-class ParkingSlot(SlotCore):
+def nobody() -> Leaving:
+    return []
+
+
+class ParkingSlot(PlanningSlot):
     """Part of ``ModelSlot``. All methods run on the daemon's loop."""
 
-    def _question(
-        self, model: StoredModel, request: CapacityRequest, companions: Companions = NO_COMPANIONS
-    ) -> Question:
+    def _joined(self, capacity: CapacityRequest, leaving: Leaving) -> Resolution | None:
         raise NotImplementedError
 
-    @property
-    def cannot_park(self) -> str:
-        """Why no session of this slot is parked, in words; "" where they are."""
-        resident = self.resident
-        if not self.config.parks or (resident is not None and resident.cold is None):
-            return parking.NO_BUDGET
-        if resident is None or resident.cold_store.startswith("no"):  # what isn't known is tried
-            return "Sessions of this model can't be parked (capability cold_store)."
-        return ""
-
-    def _cold_bytes(self) -> int:
-        """RAM that the worker's parked KV takes: as of its last heartbeat, or told since."""
-        if self.resident is None:
-            return 0
-        told, then = self._cold_told
-        beat = self.keeper.heartbeat
-        return told if beat is None or beat is then else beat.cold_bytes
-
-    def _cold_is(self, size: int) -> None:
-        self._cold_told = (size, self.keeper.heartbeat)
+    async def close(self, session: Session, *, why: str, discard: bool = False) -> int:
+        raise NotImplementedError
 
     async def place(
         self,
@@ -77,35 +63,66 @@ class ParkingSlot(SlotCore):
         make: Callable[[Resolution], Awaitable[T]],
         *,
         kept: Session | None = None,
+        leaves: Callable[[], Leaving] = nobody,
     ) -> T:
         """Plan a context and have it made, parking idle sessions for it where need be.
 
-        ``make`` is given the plan and sends the operation; ``kept`` stays. To be called by who
-        holds ``placing``. Raises InsufficientMemory as the planner or the worker says it, with how
-        many were parked; where parking all that are idle wouldn't help, none is.
+        ``make`` is given the plan and sends the operation; ``kept`` stays, and who ``leaves`` is
+        closed, once it is planned that this makes it fit. To be called by who holds ``placing``.
+        Raises InsufficientMemory as the planner or the worker says it, with how many were parked;
+        where parking all that are idle wouldn't help, none is.
         """
         stays = {kept.session_id} if kept else set[str]()
         parked = 0
         while True:
             machine = await self.planning.read()
+            leaving = leaves()
             question = self._question(model, request)
+            going = [session for session, _ in leaving]
+            if going:
+                question = replace(question, use=self._use_without(question, going))
             refusal: InsufficientMemory | None = None
             try:
                 planned = self.plan.resolve(question, machine)
                 # Streams are beside the contexts that are counted.
                 full = not request.streams and self.sessions.contexts >= self.config.max_sessions
-                if not full or not self._idle(stays):
+                spare = [one for one in self._idle(stays) if not one.batched]
+                if not leaving and not (full and spare):
                     return await make(planned)
             except InsufficientMemory as error:
                 refusal = error
-            spare = self._idle(stays)
+                spare = [one for one in self._idle(stays) if one not in going]
             if refusal is not None and not (spare and self._fits(question, machine, spare)):
                 others = self.sessions.resident - (kept is not None and not kept.parked)
                 raise parking.refused(refusal, parked, others, self.cannot_park) from None
-            if await see_through(self._park(spare[0])):
+            if leaving:
+                await self._close_all(leaving)
+            elif await see_through(self._park(spare[0])):
                 parked += 1
             else:
                 stays.add(spare[0].session_id)
+
+    async def refuse_unless_two(
+        self, model: StoredModel, request: CapacityRequest, session: Session
+    ) -> None:
+        """Raises InsufficientMemory unless it can be planned to give the parked session a context
+        and another of its kind beside it, with all parked that are idle.
+        """
+        machine = await self.planning.read()
+        question, spare = self._question(model, request), self._idle({session.session_id})
+        most, busy = self.config.max_sessions, self.sessions.contexts - len(spare)
+        if busy + 2 > most:
+            raise InsufficientMemory(
+                f"A fork takes a context beside its source's: {busy + 2} with those that can't be "
+                f"parked now, and max_sessions allows {most}. Raise it, or close a session.",
+                metadata={"max_sessions": most, "contexts": busy + 2},
+            )
+        use = parking.use_if_parked(question.use, spare)
+        both = replace(request, sessions=use.sessions + 2)
+        try:
+            self.plan.resolve(replace(question, use=use, request=both), machine)
+        except InsufficientMemory as error:
+            raise parking.refused(error, 0, self.sessions.resident, self.cannot_park) from None
 
     async def call_beside(self, session: Session, request: Payload) -> Payload:
         """Send what takes a second context beside the session's for as long as it runs, parking an
@@ -139,6 +156,14 @@ class ParkingSlot(SlotCore):
         idle = parking.idle(sessions, self.queue.sessions(), kept)
         passed = kept | {one.session_id for one in idle}
         return [*idle, *parking.idle(sessions, self.queue.running(), passed)]
+
+    def _use_without(self, question: Question, going: list[Session]) -> SlotUse:
+        staying = [one for one in self.sessions.all() if one not in going]
+        return parking.use_if_parked(question.use, parking.given_back(going, staying))
+
+    async def _close_all(self, leaving: Leaving) -> None:
+        for session, why in leaving:
+            await self.close(session, why=why)
 
     def _fits(self, question: Question, machine: MachineReading, spare: list[Session]) -> bool:
         """Whether it would be planned with all of these parked."""
@@ -183,18 +208,30 @@ class ParkingSlot(SlotCore):
             resident = self.resident
             if resident is None:
                 raise self.sessions.stale(session.generation)
-            window = session.resolution.numbers.effective.tokens
-            await self.place(
-                resident.model,
-                replace(session.request, window=window, sessions=0),
-                lambda planned: see_through(self._resume(session, planned)),
-                kept=session,
-            )
+            # A batch comes back as it was.
+            batched, told = session.batched, session.resolution
+            window = told.allocated if batched else told.numbers.effective.tokens
+            capacity = replace(session.request, window=window, sessions=0)
+            joined = self._joined(capacity, [])
+            try:
+                if joined is not None:
+                    await see_through(self._resume(session, joined))
+                    return
+                await self.place(
+                    resident.model,
+                    capacity,
+                    lambda planned: see_through(self._resume(session, planned)),
+                    kept=session,
+                )
+            except InsufficientMemory:
+                self.sessions.require(session)  # closed meanwhile, it needs no memory
+                raise
 
     async def _resume(self, session: Session, planned: Resolution) -> None:
         self.sessions.get(session.session_id, session.generation, time.monotonic())
         generation = self.sessions.generation
-        with self.plan.under_way(planned, load=False):
+        joins = bool(planned.streams and self.sessions.in_batch)
+        with contextlib.nullcontext() if joins else self.plan.under_way(planned, load=False):
             result = await self.call(
                 ResumeOp(
                     session_id=session.session_id,
@@ -207,7 +244,9 @@ class ParkingSlot(SlotCore):
         session.parked = False
         session.resident = result.resident
         session.resumed_tokens += result.restored
-        session.back = Back(result.restored, result.missing, result.seconds)
+        session.back = Back(
+            result.restored, result.missing, result.seconds, result.resident - result.restored
+        )
         self.plan.count(result, self.sessions.resident, planned)
         missing = f", {result.missing} missing" if result.missing else ""
         text = f"{result.restored} tokens brought back{missing}"

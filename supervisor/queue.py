@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -121,7 +121,9 @@ class TurnQueue:
         max_beside: int = 1,
         deadline_margin_s: float = 0.25,
     ) -> None:
-        """``max_beside``: of those that may run beside each other, as many do at most."""
+        """``max_beside``: of sessions' operations that may run beside each other, as many do at
+        most; what is no session's is short, and isn't among them.
+        """
         self._limit = limit
         self._max_running = max_running
         self._max_beside = max_beside
@@ -169,9 +171,9 @@ class TurnQueue:
         if passes and self._admits(session, exclusive, beside):
             return self._grant(session, operation, exclusive, now, beside)
         if no_wait:
-            raise self._busy(self._queued + 1, "and the caller asked not to wait")
+            raise self._busy(session, beside, "and the caller asked not to wait")
         if self._queued >= self._limit:
-            raise self._busy(self._queued + 1, f"and the queue is full at {self._limit} calls")
+            raise self._busy(session, beside, f"and the queue is full at {self._limit} calls")
         waiter = _Waiter(
             session, operation, exclusive, turn_id, on_position, now, loop.create_future(), beside
         )
@@ -245,7 +247,8 @@ class TurnQueue:
         if exclusive:
             return not self._running
         if beside:
-            return len(self._running) < self._max_beside and all(
+            turns = sum(bool(hold.session) for hold in self._running)
+            return (not session or turns < self._max_beside) and all(
                 hold.beside and hold.session != session for hold in self._running
             )
         return len(self._running) < self._max_running and not any(
@@ -365,7 +368,9 @@ class TurnQueue:
     def _give_up(self, waiter: _Waiter) -> None:
         if waiter.future.done():
             return
-        error = self._busy(self._position(waiter), "until the caller's deadline")
+        ahead = self._in_order()
+        ahead = ahead[: ahead.index(waiter)]
+        error = self._busy(waiter.session, waiter.beside, "until the caller's deadline", ahead)
         self._remove(waiter)
         waiter.future.set_exception(error)
         self._pump()
@@ -389,9 +394,6 @@ class TurnQueue:
         ]
         return [waiter for _, _, waiter in sorted(places, key=lambda item: item[:2])]
 
-    def _position(self, waiter: _Waiter) -> int:
-        return self._in_order().index(waiter) + 1
-
     def _tell_positions(self) -> None:
         if not self._ring:
             return
@@ -405,9 +407,24 @@ class TurnQueue:
             except Exception:
                 log.exception("a position callback failed")
 
-    def _busy(self, position: int, why: str) -> ModelBusy:
+    def _rounds(self, session: str, beside: bool, ahead: Sequence[_Waiter]) -> float:
+        """How many turns' times it takes until it would be served. Of those that run side by side
+        one ends in a fraction of a turn's time; what runs alone waits for the last of them.
+        """
+        running = self._running
+        joins = beside and all(hold.beside and hold.session != session for hold in running)
+        first = 1 / max(1, len(running)) if joins else 1.0
+        return first + sum(1 / self._max_beside if one.beside else 1.0 for one in ahead)
+
+    def _busy(
+        self, session: str, beside: bool, why: str, ahead: Sequence[_Waiter] | None = None
+    ) -> ModelBusy:
+        """The refusal of a call that stands behind ``ahead``; None: behind all that wait."""
         view = self.snapshot()
-        retry_s = min(max(self._typical_s * position, _RETRY_MIN_S), _RETRY_MAX_S)
+        ahead = self._in_order() if ahead is None else ahead
+        position = len(ahead) + 1
+        retry_s = self._typical_s * self._rounds(session, beside, ahead)
+        retry_s = min(max(retry_s, _RETRY_MIN_S), _RETRY_MAX_S)
         who = (
             f"held by {view.holder_operation!r} for {view.holder_age_s:.1f} s"
             if view.holder_operation

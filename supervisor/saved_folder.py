@@ -74,6 +74,7 @@ class SavedInfo:
     used_unix_ms: int  # when it was last saved or restored
     seconds: float  # that saving took
     turn_ids: tuple[str, ...] = ()
+    overflow: str = "refuse"  # of the session that was saved: refuse | evict
     # What the session's prompt was, for the manifest of what is resident after a restore.
     prefix: tuple[SegmentId, ...] = ()
     tools: tuple[str, ...] = ()
@@ -133,6 +134,7 @@ def saved_info(
         used_unix_ms=now,
         seconds=result.seconds,
         turn_ids=tuple(turn_ids),
+        overflow=session.overflow,
         prefix=session.prefix,
         tools=session.tools,
         suffix=session.suffix,
@@ -241,6 +243,13 @@ class SavedFolder:
             return None
         info = decode_info(data, str(self._info_path))
         return replace(info, used_unix_ms=max(used_ms, info.used_unix_ms))
+
+    def used_since(self, unix_ms: int) -> bool:
+        """Whether it was saved or restored at that time or later; also where that isn't known."""
+        try:
+            return self._info_path.stat().st_mtime_ns // 1_000_000 >= unix_ms
+        except OSError:
+            return True
 
     def commit(self, info: SavedInfo) -> None:
         """Make ``info`` what is committed, durably, then remove the files that it doesn't name.

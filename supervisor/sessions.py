@@ -32,6 +32,7 @@ class Back:
     restored: int
     missing: int
     seconds: float
+    begin: int = 0  # of what was restored, in the context
 
 
 @dataclass
@@ -128,6 +129,11 @@ class SessionRegistry:
         return [session for session in self._open.values() if session.layout == layout]
 
     @property
+    def in_batch(self) -> list[Session]:
+        """Those that have a stream."""
+        return [one for one in self.of_layout("batched") if not one.parked]
+
+    @property
     def contexts(self) -> int:
         """How many have a context of their own."""
         return sum(not one.parked for one in self.of_layout("isolated"))
@@ -201,6 +207,11 @@ class SessionRegistry:
         session.attached = True
         return session
 
+    def require(self, session: Session) -> None:
+        """Raises SessionClosed or GenerationStale unless it is open still."""
+        if not self.is_open(session):
+            self.get(session.session_id, session.generation, session.used_at)
+
     def close(self, session: Session, why: str) -> None:
         if self._open.pop(session.session_id, None) is not None:
             self._closed[session.session_id] = why
@@ -215,10 +226,6 @@ class SessionRegistry:
     def attached(self, now: float) -> list[Session]:
         """Sessions that stand in the way of a switch."""
         return [s for s in self._open.values() if self.is_attached(s, now)]
-
-    def detached(self, now: float) -> list[Session]:
-        """Sessions whose client has left or gone quiet."""
-        return [s for s in self._open.values() if not self.is_attached(s, now)]
 
     def expired(self, now: float) -> list[Session]:
         """Detached sessions without a key whose time is up."""

@@ -208,7 +208,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("drain_grace_s", "seconds", 30.0, "time that running calls get to finish at a drain"),
     Setting(
         "stall_limit_s", "seconds", 30.0,
-        "stop a stream whose reader took nothing for this long", 0.1,
+        "stop a stream whose reader took nothing, or an import that brought nothing, for this long",
+        0.1,
     ),
     Setting("max_message_bytes", "size", 64 * MIB, "largest gRPC message", 64 * 1024, 2 * GIB - 1),
     Setting("max_prompt_bytes", "size", 32 * MIB, "largest prompt, all its segments", 1024, GIB),

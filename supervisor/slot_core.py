@@ -123,7 +123,8 @@ class SlotCore:
         self.plan = SlotPlan(config, store, planning, holdings)
         self.keeper: WorkerKeeper  # set by attach_keeper, which the daemon calls at once
         self.quarantine = QuarantineLedger()
-        self.machine = SlotMachine(self.quarantine, max_running_turns=config.batch_streams)
+        # Beside all streams' turns goes one operation that is no session's.
+        self.machine = SlotMachine(self.quarantine, max_running_turns=config.batch_streams + 1)
         self.queue = TurnQueue(config.queue_limit, max_beside=config.batch_streams)
         self.sessions = SessionRegistry(
             backend, session_ttl_s=config.session_ttl_s, detach_after_s=DETACH_AFTER_S
@@ -311,10 +312,11 @@ class SlotCore:
         Raises what the worker answered. A cancelled caller leaves only after the worker has
         stopped, so that the slot is never released while the engine still runs. The worker is
         quick to stop; if it isn't, its heartbeat limit ends it. A parked ``session`` gets a context
-        first.
+        first; raises SessionClosed, or GenerationStale, where it was closed or lost by then.
         """
         if session is not None:
             await self.ready(session)
+            self.sessions.require(session)
         operation = self.keeper.call(self.sessions.generation, request, credit=credit)
         if session is not None:
             session.operations.add(operation)

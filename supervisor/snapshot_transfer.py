@@ -13,9 +13,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, replace
 from typing import Self
 
+import msgspec
+
+from modeld.shared.codec import CodecError
 from modeld.shared.errors import DigestMismatch, InvalidRequest
 from modeld.shared.ids import MODEL_NAME, SESSION_KEY, SNAPSHOT_ID
-from modeld.shared.sealed_file import DigestCheck
+from modeld.shared.messages import MAX_FRAME_BYTES
+from modeld.shared.sealed_file import DigestCheck, RecordTold, record_told
 from modeld.supervisor.durable import fsync_dir, storage_errors
 from modeld.supervisor.saved_folder import (
     FILE_NAME,
@@ -31,6 +35,8 @@ from modeld.supervisor.saved_quota import Room
 from modeld.supervisor.snapshots import PendingSnapshot, SnapshotStore
 
 MAX_TEXT = 1024
+MAX_RECORD_BYTES = MAX_FRAME_BYTES + 1024  # no worker writes a larger one
+TOKEN_BYTES = 4
 MAX_COUNT = 2**31 - 1
 MAX_UNIX_MS = 253_402_300_799_999  # the end of the year 9999
 
@@ -162,6 +168,23 @@ class IncomingSnapshot:
         self._close()
         if not self._digest.matches():
             raise damaged(self._info.saved_id, self._name, "has other bytes than its digest names")
+        if self._name == self._info.record:
+            self._info = self._as_recorded(self._info)
+
+    def _as_recorded(self, info: SavedInfo) -> SavedInfo:
+        """With the record's own window. Raises DigestMismatch where else it tells other things."""
+        assert self._pending is not None
+        with (self._pending.folder.path / info.record).open("rb") as file:
+            data = file.read(MAX_RECORD_BYTES)
+        try:
+            told = record_told(data)
+        except CodecError as error:
+            raise damaged(info.saved_id, info.record, f"can't be read here ({error})") from None
+        for name, (said, recorded) in _both(info, told).items():
+            if said != recorded:
+                why = f"has other {name} than {INFO_NAME} says"
+                raise damaged(info.saved_id, info.record, why)
+        return replace(info, window=told.window)
 
     def _read_info(self) -> None:
         info = decode_info(bytes(self._told), f"{INFO_NAME} of the import")
@@ -215,6 +238,26 @@ class IncomingSnapshot:
         )
 
 
+def _both(info: SavedInfo, told: RecordTold) -> dict[str, tuple[object, object]]:
+    """What a snapshot's info and its record both tell."""
+    identity = info.identity
+    return {
+        "identity": (
+            (identity.backend, identity.kv_digest, identity.prompt_format),
+            (told.backend, told.kv_digest, told.prompt_format),
+        ),
+        "counts": (
+            (info.tokens, info.seen_tokens, info.turns),
+            (len(told.token_ids) // TOKEN_BYTES, told.seen_tokens, len(told.turns)),
+        ),
+        "parts": (
+            [astuple(p) for p in info.parts],
+            [msgspec.structs.astuple(p) for p in told.parts],
+        ),
+        "exactness": ((info.exact, info.exact_reason), (told.exact, told.exact_reason)),
+    }
+
+
 def _check_told(info: SavedInfo) -> None:
     """What is shown, looked for and sent again: only such as a save gives. Nothing else covers it,
     and what no answer can carry would be in the way of every list.
@@ -223,7 +266,8 @@ def _check_told(info: SavedInfo) -> None:
     key_ok = not info.session_key or SESSION_KEY.match(info.session_key)
     identity = [text for text in astuple(info.identity) if isinstance(text, str)]
     texts = (info.label, info.exact_reason, info.k_type, info.v_type, *identity)
-    if not (names_ok and key_ok and all(t.isprintable() and len(t) <= MAX_TEXT for t in texts)):
+    texts_ok = all(t.isprintable() and len(t) <= MAX_TEXT for t in texts)
+    if not (names_ok and key_ok and texts_ok and info.overflow in ("refuse", "evict")):
         raise InvalidRequest.of(
             INFO_NAME, info.saved_id[:64], "names and texts as a snapshot has them"
         )

@@ -212,6 +212,16 @@ class SnapshotStore:
         remove_tree(gone)
         return size
 
+    def _remove_unused(self, snapshot_id: str, oldest_ms: int) -> bool:
+        """Remove it unless it is in use, or was used at ``oldest_ms`` or later; whether it was."""
+        with self._lock:
+            path = self.root / snapshot_id
+            if self._uses[snapshot_id] or SavedFolder(path).used_since(oldest_ms):
+                return False
+            gone = self._take_away(path)
+        remove_tree(gone)
+        return True
+
     def _take_away(self, path: Path) -> Path:
         """Out of sight at once, for good: a crash while it is removed must not leave half of it."""
         gone = self.root / f".gone-{secrets.token_hex(8)}"
@@ -226,11 +236,7 @@ class SnapshotStore:
         oldest = now_unix_ms() - int(self._max_age_s * 1000)
         removed = []
         for info in self.list():
-            if info.used_unix_ms >= oldest:
-                continue
-            try:
-                self.delete(info.saved_id)
-            except (ModelBusy, SnapshotNotFound):
+            if info.used_unix_ms >= oldest or not self._remove_unused(info.saved_id, oldest):
                 continue
             log.info("snapshot %s wasn't used for %g s: removed", info.saved_id, self._max_age_s)
             removed.append(info.saved_id)

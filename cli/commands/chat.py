@@ -18,6 +18,7 @@ from modeld.cli.answering import (
     session_flags,
     stream_answer,
     tell_numbers,
+    tell_unsaved,
     tell_window_full,
 )
 from modeld.cli.conversations import Conversation
@@ -220,6 +221,7 @@ def _answer(
             show=True,
             quiet=False,
         )
+        tell_unsaved(stream.final.saved if stream.final else None)
         tell_window_full(stream, "Start over with /new, or chat with a larger --window.")
         return stream
     except KeyboardInterrupt as stopped:

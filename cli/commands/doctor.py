@@ -28,7 +28,8 @@ from modeld.cli.progress import Meanwhile
 from modeld.client import Client, ClientError, DaemonStatus, Description, InvalidRequest
 from modeld.client.convert import from_proto
 from modeld.client.discovery import look
-from modeld.client.values import DiskStats, Machine
+from modeld.client.values_capacity import Machine
+from modeld.client.values_daemon import DiskStats
 from modeld.shared.asking import AskAnswer, AskRequest
 from modeld.shared.capacity import MachineReading
 from modeld.shared.errors import ModeldError, ModelLoadFailed

@@ -75,6 +75,12 @@ def _check_named(context: click.Context, argument: click.Parameter, given: str) 
     help="N sessions of that window must fit.",
 )
 @click.option(
+    "--layout",
+    type=click.Choice(["isolated", "batched"]),
+    metavar="LAYOUT",
+    help="batched: sessions that share a context. Default: isolated.",
+)
+@click.option(
     "--what-if",
     "what_if",
     multiple=True,
@@ -102,6 +108,7 @@ def plan(
     ctx: int,
     kv: str,
     sessions: int,
+    layout: str | None,
     what_if: tuple[str, ...],
     projector: Path | None,
     adapter: tuple[Path, ...],
@@ -121,7 +128,7 @@ def plan(
     modeld plan my-model --what-if
     """
     changes = _changes(what_if)
-    wanted = _wanted(ctx, kv, sessions, changes)
+    wanted = _wanted(ctx, kv, sessions, layout or "isolated", changes)
     with Meanwhile(quiet=settings.json) as meanwhile:
         meanwhile.show("planning")
         with planning.planner(settings, model, device) as planner:
@@ -172,7 +179,7 @@ def _changes(what_if: tuple[str, ...]) -> dict[str, str]:
     return changes
 
 
-def _wanted(ctx: int, kv: str, sessions: int, changes: Mapping[str, str]) -> Wanted:
+def _wanted(ctx: int, kv: str, sessions: int, layout: str, changes: Mapping[str, str]) -> Wanted:
     k_type, slash, v_type = kv.strip().lower().partition("/")
     if slash and not (k_type and v_type):
         raise InvalidRequest.of("kv", kv, "a type for the keys, or two as K/V: q8_0, q8_0/f16")
@@ -181,6 +188,7 @@ def _wanted(ctx: int, kv: str, sessions: int, changes: Mapping[str, str]) -> Wan
         k_type=k_type,
         v_type=v_type,
         sessions=sessions,
+        layout=layout,
         what_if=changes,
     )
 

@@ -19,6 +19,7 @@ from modeld.cli.answering import (
     structured,
     structured_flags,
     tell_numbers,
+    tell_unsaved,
     tell_window_full,
 )
 from modeld.cli.conversations import Conversation
@@ -197,6 +198,7 @@ def run(
             note(f"snapshot {snapshot.snapshot_id}, {count(snapshot.tokens)} tokens")
         if stats:
             tell_numbers(stream, seed=bool(options.temperature))
+        tell_unsaved(stream.final.saved if stream.final else None)
         effective = session.resolution.context.effective.tokens
         larger = f"a --window larger than {effective}"
         tell_window_full(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 
 import click
 
 from modeld.cli import conversations, texts
-from modeld.cli.attaching import attached
+from modeld.cli.answering import tell_unsaved
+from modeld.cli.attaching import attached, found, having
 from modeld.cli.daemon_start import connect
 from modeld.cli.main import Settings, global_options, pass_settings
 from modeld.cli.output import count, emit_json, note, say, seconds, size, table
@@ -15,11 +17,13 @@ from modeld.client import (
     Client,
     ContextReport,
     InvalidRequest,
+    ModelNotFound,
     ResidentBlock,
     Restored,
     Session,
     SnapshotInfo,
     SnapshotNotFound,
+    to_plain,
 )
 from modeld.shared.ids import check_session_key
 
@@ -35,7 +39,7 @@ def show(settings: Settings, key: str) -> None:
     place. parked: out of attention, its memory kept aside. gone: out of attention, and read anew if
     it is ever admitted again.
     """
-    with connect(settings) as client, attached(client, key) as session:
+    with connect(settings) as client, attached(client, found(client, key)) as session:
         report = session.explain()
     if settings.json:
         emit_json(report)
@@ -83,7 +87,7 @@ def _joined(blocks: tuple[ResidentBlock, ...]) -> list[list[ResidentBlock]]:
 def snapshot(settings: Settings, key: str, label: str) -> None:
     """Keep what the session of KEY holds, durably; `modeld snapshots` lists what is kept."""
     label = texts.argument(label, "--label")
-    with connect(settings) as client, attached(client, key) as session:
+    with connect(settings) as client, attached(client, found(client, key)) as session:
         info = session.snapshot(label)
     if settings.json:
         emit_json(info)
@@ -102,55 +106,94 @@ def snapshot(settings: Settings, key: str, label: str) -> None:
 def restore(settings: Settings, key: str, snapshot_id: str) -> None:
     """Make the session of KEY what the snapshot holds, in the place of what it has.
 
-    A session is opened under KEY, like the one that was saved, where none is open. The text of a
-    conversation (`run --session KEY`) goes back with it: what was said after the snapshot's last
-    answer is no longer in it. Fork the session first to keep both.
+    Where none is open under KEY, one is opened like the one that was saved.
+
+    It brings back what the model holds. The text of the conversation that is kept under KEY (`run
+    --session KEY`) goes back with it: what was said after the snapshot's last answer is no longer
+    in it. Fork the session first to keep both. Where nothing is kept under KEY, the text is copied
+    from the conversation that the snapshot was taken of, if that is still there, so that `run
+    --session KEY` goes on from the snapshot.
     """
     with connect(settings) as client:
         kept = snapshot_of(client, snapshot_id)
-        if any(s.session_key == key for s in client.sessions()):
-            with attached(client, key) as session:
-                restored = _restored(settings, session, key, snapshot_id)
+        those = having(client, key)
+        if those:
+            with attached(client, those[0]) as session:
+                key = those[0].session_key
+                restored, text = _restored(settings, session, key, snapshot_id)
         else:
             session = _opened_like(client, kept, key)
             try:
-                restored = _restored(settings, session, key, snapshot_id)
+                restored, text = _restored(settings, session, key, snapshot_id)
             except BaseException:
                 session.close()
                 raise
             session.detach()
     if settings.json:
-        emit_json(restored)
-    else:
-        exact = "exact" if restored.exact else f"not exact: {restored.exact_reason}"
-        say(
-            f"{key} holds {count(restored.tokens)} tokens of {snapshot_id} "
-            f"({seconds(restored.seconds)}, {exact})"
-        )
+        emit_json({**to_plain(restored), "opened": not those, "conversation": text and str(text)})
+        return
+    exact = "exact" if restored.exact else f"not exact: {restored.exact_reason}"
+    say(
+        f"{key}{'' if those else ', a new session,'} holds {count(restored.tokens)} tokens of "
+        f"{snapshot_id} ({seconds(restored.seconds)}, {exact})"
+    )
+    if text is not None:
+        note(f"go on with `modeld run {session.model} PROMPT --session {key}`")
 
 
-def _restored(settings: Settings, session: Session, key: str, snapshot_id: str) -> Restored:
-    """The session's restore, and its conversation's text back with it."""
-    path = conversations.path_of(settings.root, key)
+def _restored(
+    settings: Settings, session: Session, key: str, snapshot_id: str
+) -> tuple[Restored, Path | None]:
+    """The session's restore, and where its conversation's text is, back with it; None: nowhere."""
+    path, model = conversations.path_of(settings.root, key), session.model
+    prompt_format = session.identity.prompt_format
     kept: conversations.Conversation | None = None
     if path.exists():  # read first: what can't be used is refused before anything changes
-        prompt_format = session.identity.prompt_format
-        kept = conversations.load(settings.root, key, prompt_format, session.model)
+        kept = conversations.load(settings.root, key, prompt_format, model)
     restored = session.restore(snapshot_id)
-    if kept is not None:
-        later = kept.back_to(set(restored.generated_turn_ids), session.handle.session_id)
-        conversations.save(settings.root, key, kept)
-        if later:
-            note(f"{count(later)} later exchange(s) are no longer in {path}")
-    return restored
+    turns = restored.generated_turn_ids
+    if kept is None:
+        text = turns and conversations.with_answer(settings.root, turns[-1], prompt_format, model)
+        if not text:
+            note(
+                "no text of it is kept here: a program that has it goes on from it, and `modeld "
+                f"run --session {key}` begins anew, in the place of what was restored",
+                "yellow",
+            )
+            return restored, None
+        source, kept = text
+        kept.durable = False  # this session isn't
+        note(f"its text is copied from {source} to {path}")
+    later = kept.back_to(set(turns), session.handle.session_id)
+    conversations.save(settings.root, key, kept)
+    if later:
+        note(f"{count(later)} later exchange(s) are not in {path}")
+    if not any(exchange.turn_id for exchange in kept.exchanges):
+        note(
+            f"{path} has none of its answers: `modeld run --session {key}` goes on with that text, "
+            "in the place of what was restored",
+            "yellow",
+        )
+        return restored, None
+    return restored, path
 
 
 def _opened_like(client: Client, kept: SnapshotInfo, key: str) -> Session:
     identity = kept.identity
+    names = [m.name for m in client.models() if m.digest == identity.model_digest]
+    if not names:
+        raise ModelNotFound(
+            f"No model here has the content of {kept.model!r}, which the snapshot is of. Import "
+            f"it: its digest is {identity.model_digest}.",
+            metadata={"model": kept.model, "digest": identity.model_digest},
+        )
     return client.open_session(
-        kept.model,
+        kept.model if kept.model in names else names[0],
         session_key=check_session_key(key),
         window=kept.window,
+        k_type=kept.k_type,
+        v_type=kept.v_type,
+        overflow=kept.overflow.value.removeprefix("OVERFLOW_").lower(),
         prompt_format=identity.prompt_format,
         profile_id=identity.profile_id,
         adapters=identity.adapters,
@@ -185,18 +228,25 @@ def fork(settings: Settings, key: str, new_key: str, durable: bool) -> None:
         raise InvalidRequest.of(
             "new_key", new_key, "a key without a conversation", f"Take another, or remove {path}."
         )
-    with connect(settings) as client, attached(client, key) as session:
-        branch = session.fork(session_key=new_key, durable=durable)
-        try:
-            _copy_text(settings, session, branch, key, new_key, durable)
-            branch.detach()
-        except BaseException:
-            branch.close()
-            raise
+    with connect(settings) as client:
+        source = found(client, key)
+        with attached(client, source) as session:
+            branch = session.fork(session_key=new_key, durable=durable)
+            try:
+                _copy_text(settings, session, branch, source.session_key, new_key, durable)
+                branch.detach()
+            except BaseException:
+                branch.close(discard=True)
+                raise
+    saved = branch.saved
     if settings.json:
-        emit_json(branch.opened)
+        emit_json({**to_plain(branch.opened), "saved": to_plain(saved)})
+        return
+    say(f"{new_key} has {count(branch.opened.resident)} tokens of {key}")
+    if saved is not None and saved.ok:
+        note(f"saved ({size(saved.written_bytes)}, {seconds(saved.seconds)})")
     else:
-        say(f"{new_key} has {count(branch.opened.resident)} tokens of {key}")
+        tell_unsaved(saved)
 
 
 def _copy_text(

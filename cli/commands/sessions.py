@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from modeld.cli.attaching import found
+from modeld.cli.attaching import having, not_open
 from modeld.cli.commands import session_state
 from modeld.cli.daemon_start import connect
 from modeld.cli.main import Settings, global_options, pass_settings
@@ -14,17 +14,23 @@ from modeld.client import Overflow, SessionInfo
 
 @click.group(invoke_without_command=True, short_help="List, show, keep, branch and close sessions.")
 @global_options
-@pass_settings
 @click.pass_context
-def sessions(ctx: click.Context, settings: Settings) -> None:
-    """List the sessions that the daemon holds.
+def sessions(ctx: click.Context) -> None:
+    """List the sessions that the daemon holds, as `list` does.
 
     A session is a conversation's state in a model's memory. `run --session KEY` leaves one open
     (detached) for the next run; its text is kept apart from it, so that closing one loses no
     conversation. Doesn't start a daemon.
     """
-    if ctx.invoked_subcommand is not None:
-        return
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(list_sessions)
+
+
+@sessions.command("list")
+@global_options
+@pass_settings
+def list_sessions(settings: Settings) -> None:
+    """List the sessions that the daemon holds."""
     with connect(settings) as client:
         listed = client.sessions()
     if settings.json:
@@ -40,7 +46,8 @@ def sessions(ctx: click.Context, settings: Settings) -> None:
 @click.option(
     "--discard",
     is_flag=True,
-    help="Drop what it held, rather than keep it as cache, and what was saved of a durable one.",
+    help="Drop what it held, rather than keep it as cache, and what was saved of a durable one, "
+    "be it open or not.",
 )
 @global_options
 @pass_settings
@@ -48,11 +55,16 @@ def close(settings: Settings, key_or_id: str, discard: bool) -> None:
     """Close the session of a key or an id, as `modeld sessions` lists them.
 
     What runs for it is stopped. The text of a conversation (`run --session`) stays, and goes on
-    with the next run, in a session of its own window.
+    with the next run, in a session of its own window. What was saved of a durable one stays too,
+    unless --discard is given.
     """
     with connect(settings) as client:
-        those = found(client, key_or_id)
+        those = having(client, key_or_id)
         retained = [client.close_session(s.session, discard=discard) for s in those]
+        if not those:
+            if not discard:
+                raise not_open(key_or_id)
+            client.discard_saved(key_or_id)
     if settings.json:
         emit_json(
             {
@@ -60,8 +72,12 @@ def close(settings: Settings, key_or_id: str, discard: bool) -> None:
                 "retained_tokens": sum(r.retained_tokens for r in retained),
             }
         )
+    elif not those:
+        say(f"discarded what was saved of {key_or_id}")
     else:
         say(f"closed {', '.join(s.session.session_id for s in those)}")
+        if any(s.durable for s in those) and not discard:
+            note("what was saved of it stays; `close --discard` with its key removes it")
 
 
 for command in (

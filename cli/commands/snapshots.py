@@ -6,6 +6,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import click
 
@@ -15,17 +16,23 @@ from modeld.cli.daemon_start import connect
 from modeld.cli.main import Settings, global_options, pass_settings
 from modeld.cli.output import ago, count, emit_json, note, say, size, table
 from modeld.cli.progress import Meanwhile
-from modeld.client import Client, ModelNotFound, SnapshotInfo, SnapshotList
+from modeld.client import Client, ModeldError, ModelNotFound, SnapshotInfo, SnapshotList
 
 
-@click.group(short_help="List, show, remove, export and import snapshots.")
-def snapshots() -> None:
-    """Snapshots: what sessions held, kept under ids in the data root.
+@click.group(
+    invoke_without_command=True, short_help="List, show, remove, export and import snapshots."
+)
+@global_options
+@click.pass_context
+def snapshots(ctx: click.Context) -> None:
+    """List the snapshots, as `list` does: what sessions held, kept under ids in the data root.
 
     `modeld sessions snapshot KEY` takes one, `modeld sessions restore KEY ID` brings it back. They
     outlive sessions, models in memory and daemons. Doesn't start a daemon: exit status 3 if none
     runs.
     """
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(list_snapshots)
 
 
 @snapshots.command("list")
@@ -123,7 +130,11 @@ def delete(settings: Settings, snapshot_ids: tuple[str, ...]) -> None:
     deleted: list[str] = []
     with connect(settings) as client:
         for snapshot_id in snapshot_ids:
-            client.delete_snapshot(snapshot_id)
+            try:
+                client.delete_snapshot(snapshot_id)
+            except ModeldError as error:
+                error.metadata["deleted"] = ",".join(deleted)  # before it
+                raise
             deleted.append(snapshot_id)
             if not settings.json:
                 say(f"deleted {snapshot_id}")
@@ -152,6 +163,11 @@ def export(settings: Settings, snapshot_id: str, path: Path | None) -> None:
         say(f"wrote {exported.path} ({size(exported.size_bytes)})")
 
 
+def _stdin() -> BinaryIO:
+    """Unbuffered: a read that is stuck in the buffer's lock would abort the process at its end."""
+    return cast("BinaryIO", getattr(sys.stdin.buffer, "raw", sys.stdin.buffer))
+
+
 @snapshots.command("import")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True))
 @global_options
@@ -162,9 +178,7 @@ def import_snapshot(settings: Settings, file: Path) -> None:
         client = stack.enter_context(connect(settings))
         meanwhile = stack.enter_context(Meanwhile(quiet=settings.json))
         meanwhile.show("importing the snapshot")
-        info = client.import_snapshot(
-            sys.stdin.buffer if str(file) == "-" else texts.path(file, "FILE")
-        )
+        info = client.import_snapshot(_stdin() if str(file) == "-" else texts.path(file, "FILE"))
     if settings.json:
         emit_json(info)
     else:

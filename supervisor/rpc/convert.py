@@ -309,8 +309,12 @@ def final(
         parked=value.parked,
         gone=value.gone,
         recomputed=value.recomputed,
-        saved=session.Saved(**vars(saved)) if saved else None,
+        saved=saved_out(saved),
     )
+
+
+def saved_out(value: Saved | None) -> session.Saved | None:
+    return session.Saved(**vars(value)) if value else None
 
 
 def resumed(value: Resumed) -> session.Resumed:

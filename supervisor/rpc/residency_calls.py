@@ -1,8 +1,10 @@
-"""The session service's calls on what a session holds: saved, brought back, forked, admitted."""
+"""The session service's calls on what a session holds: saved, brought back, forked, admitted, let
+go.
+"""
 
 from __future__ import annotations
 
-from modeld.shared.errors import InvalidRequest, SessionClosed
+from modeld.shared.errors import InvalidRequest, ModeldError, SessionClosed, SessionNotFound
 from modeld.shared.ids import check_session_key
 from modeld.shared.manifest import manifest_digest
 from modeld.shared.messages import AdmitOp, AdmitResult, Status
@@ -69,7 +71,46 @@ class ResidencyCalls(SnapshotCalls):
             identity=convert.identity(session.identity),
             resolution=convert.resolution(session.resolution),
             capabilities=convert.capabilities(session.capabilities),
+            generated_turn_ids=forked.result.turn_ids,
+            saved=convert.saved_out(forked.saved),
         )
+
+    @guarded
+    async def CloseSession(
+        self, request: pb.CloseSessionRequest, context: Context
+    ) -> pb.CloseSessionResponse:
+        try:
+            slot, session = self._session(request.session)
+        except ModeldError:
+            if not (request.discard and request.session_key):
+                raise
+            return await self._forget(request.session_key, gone=bool(request.session.session_id))
+        if request.detach:
+            session.attached = False
+            return pb.CloseSessionResponse(retained_tokens=session.resident)
+        retained = await slot.close(session, why="closed by its client", discard=request.discard)
+        return pb.CloseSessionResponse(retained_tokens=retained)
+
+    async def _forget(self, key: str, *, gone: bool) -> pb.CloseSessionResponse:
+        """A durable session by its key: open or not, nothing of it stays.
+
+        Raises SessionNotFound where there is nothing, unless its client knows it as ``gone``.
+        """
+        check_session_key(key)
+        retained, found = 0, gone
+        for slot in self.services.slots.values():
+            session = slot.sessions.by_key(key)
+            if session is not None and session.durable:
+                why = "what was saved under its key was discarded"
+                retained, found = await slot.close(session, why=why, discard=True), True
+        durable = next(iter(self.services.slots.values())).durable
+        found = await durable.forget(key) or found
+        if not found:
+            raise SessionNotFound(
+                f"No durable session has the key {key!r}, and nothing is saved under it.",
+                metadata={"session_key": key},
+            )
+        return pb.CloseSessionResponse(retained_tokens=retained)
 
 
 def _admit(session_id: str, request: pb.AdmitRequest) -> AdmitOp:

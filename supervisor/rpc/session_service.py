@@ -41,8 +41,9 @@ from modeld.shared.planner.residency import sizes_of
 from modeld.supervisor import parking
 from modeld.supervisor.config import Config
 from modeld.supervisor.durable_sessions import Saved
-from modeld.supervisor.model_slot import ModelSlot, OpenRequest, WhatIf, capabilities_of
+from modeld.supervisor.model_slot import ModelSlot, OpenRequest, capabilities_of
 from modeld.supervisor.planning import served_types
+from modeld.supervisor.planning_slot import WhatIf
 from modeld.supervisor.probes.simulated import parse_machine
 from modeld.supervisor.questions import answers
 from modeld.supervisor.rpc import convert, embedding
@@ -117,7 +118,7 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
             overflow="evict" if request.overflow == pb.OVERFLOW_EVICT else "refuse",
             durable=request.durable,
             fresh=request.fresh,
-            layout="batched" if request.layout == pb.LAYOUT_BATCHED else "isolated",
+            layout=_layout(request.layout),
         )
         opened = await (slot.open(wanted, caller, report) if report else slot.open(wanted, caller))
         session = opened.session
@@ -133,17 +134,6 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
             queue_seconds=opened.queue_seconds,
             resumed=convert.resumed(opened.resumed) if opened.resumed else None,
         )
-
-    @guarded
-    async def CloseSession(
-        self, request: pb.CloseSessionRequest, context: Context
-    ) -> pb.CloseSessionResponse:
-        slot, session = self._session(request.session)
-        if request.detach:
-            session.attached = False
-            return pb.CloseSessionResponse(retained_tokens=session.resident)
-        retained = await slot.close(session, why="closed by its client", discard=request.discard)
-        return pb.CloseSessionResponse(retained_tokens=retained)
 
     @guarded
     async def ListSessions(
@@ -366,6 +356,8 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
         if request.what_if:
             config = config.with_settings(dict(request.what_if), "what_if")
         wanted = _capacity(request.window, request.k_type, request.v_type, config, slot.backend)
+        if _layout(request.layout) == "batched":
+            wanted = replace(wanted, streams=config.batch_streams)
         machine: MachineReading | None = None
         plan = self._resident_plan(slot, request, resident, wanted)
         source = "open_session"
@@ -424,14 +416,19 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
                     metadata={"session_id": request.session_id[:64]},
                 )
             return chosen.resolution
-        plain = wanted == _capacity(0, "", "", self.services.config, slot.backend) and not (
+        usual = _capacity(0, "", "", self.services.config, slot.backend)
+        plain = replace(wanted, streams=0) == usual and not (
             request.hypothetical
             or request.sessions
             or request.machine
             or request.what_if
             or request.companions.ByteSize()
         )
-        return slot.latest if resident and plain else None
+        if not resident or not plain:
+            return None
+        if wanted.streams:  # another one gets a stream of the batch that is there
+            return next((one.resolution for one in slot.sessions.in_batch), None)
+        return slot.latest
 
     # --- tokenizer and template ---------------------------------------------------------------
 
@@ -446,7 +443,8 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
                 await slot.ensure_loaded(stored, caller)
             slot.require_active(stored)
             try:
-                async with slot.hold("", operation, caller):
+                # No KV is touched: the worker answers between two steps of a batch.
+                async with slot.hold("", operation, caller, beside=True):
                     slot.require_active(stored)
                     return await slot.call(request)
             except GenerationStale:
@@ -593,6 +591,10 @@ def _capacity(
         raise InvalidRequest.of("window", window, "0 (automatic) or a number of tokens")
     k_type, v_type = served_types(config, backend, k_type, v_type)
     return CapacityRequest(window=window, k_type=k_type, v_type=v_type)
+
+
+def _layout(number: int) -> str:
+    return "batched" if number == pb.LAYOUT_BATCHED else "isolated"
 
 
 def _check_said(*parts: pb.Prompt) -> None:

@@ -152,8 +152,9 @@ class SnapshotCalls(SessionCalls):
     async def ImportSnapshot(self, request_iterator: Any, context: Context) -> pb.SnapshotInfo:
         begun = False
         incoming = IncomingSnapshot(self.services.snapshots, self._check_served)
+        chunks, limit_s = aiter(request_iterator), self.services.config.stall_limit_s
         async with apart(incoming):
-            async for chunk in request_iterator:
+            while (chunk := await _next_within(chunks, limit_s)) is not None:
                 if not begun:
                     if not chunk.HasField("info"):
                         raise InvalidRequest.of("info", "", "the snapshot's, on the first chunk")
@@ -180,6 +181,22 @@ class SnapshotCalls(SessionCalls):
         hello = slot.keeper.hello
         if hello is not None and hello.backend_version != version:
             raise _differs("backend_version", version, hello.backend_version)
+
+
+async def _next_within(chunks: AsyncIterator[Any], limit_s: float) -> Any:
+    """None: that was all. Raises InvalidRequest where nothing comes for ``limit_s``: whoever sends
+    no more holds room that others want.
+    """
+    try:
+        async with asyncio.timeout(limit_s):
+            return await anext(chunks, None)
+    except TimeoutError:
+        raise InvalidRequest.of(
+            "chunks",
+            f"nothing for {limit_s:g} s",
+            "one chunk after the other, as stall_limit_s allows",
+            "The import was given up, and nothing was kept. Send it again from its beginning.",
+        ) from None
 
 
 def _commit(room: Room, pending: PendingSnapshot, info: SavedInfo) -> SavedInfo:
@@ -262,6 +279,9 @@ def snapshot_info(info: SavedInfo) -> pb.SnapshotInfo:
         seen_tokens=info.seen_tokens,
         turns=info.turns,
         seconds=info.seconds,
+        k_type=info.k_type,
+        v_type=info.v_type,
+        overflow=f"OVERFLOW_{info.overflow.upper()}",
     )
 
 

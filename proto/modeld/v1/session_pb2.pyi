@@ -494,7 +494,7 @@ class SnapshotRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., label: _Optional[str] = ...) -> None: ...
 
 class SnapshotInfo(_message.Message):
-    __slots__ = ("snapshot_id", "label", "size_bytes", "digest", "tokens", "exact", "identity", "created_unix_ms", "exact_reason", "model", "window", "seen_tokens", "turns", "seconds")
+    __slots__ = ("snapshot_id", "label", "size_bytes", "digest", "tokens", "exact", "identity", "created_unix_ms", "exact_reason", "model", "window", "seen_tokens", "turns", "seconds", "k_type", "v_type", "overflow")
     SNAPSHOT_ID_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -509,6 +509,9 @@ class SnapshotInfo(_message.Message):
     SEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    K_TYPE_FIELD_NUMBER: _ClassVar[int]
+    V_TYPE_FIELD_NUMBER: _ClassVar[int]
+    OVERFLOW_FIELD_NUMBER: _ClassVar[int]
     snapshot_id: str
     label: str
     size_bytes: int
@@ -523,7 +526,10 @@ class SnapshotInfo(_message.Message):
     seen_tokens: int
     turns: int
     seconds: float
-    def __init__(self, snapshot_id: _Optional[str] = ..., label: _Optional[str] = ..., size_bytes: _Optional[int] = ..., digest: _Optional[str] = ..., tokens: _Optional[int] = ..., exact: _Optional[bool] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., created_unix_ms: _Optional[int] = ..., exact_reason: _Optional[str] = ..., model: _Optional[str] = ..., window: _Optional[int] = ..., seen_tokens: _Optional[int] = ..., turns: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    k_type: str
+    v_type: str
+    overflow: Overflow
+    def __init__(self, snapshot_id: _Optional[str] = ..., label: _Optional[str] = ..., size_bytes: _Optional[int] = ..., digest: _Optional[str] = ..., tokens: _Optional[int] = ..., exact: _Optional[bool] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., created_unix_ms: _Optional[int] = ..., exact_reason: _Optional[str] = ..., model: _Optional[str] = ..., window: _Optional[int] = ..., seen_tokens: _Optional[int] = ..., turns: _Optional[int] = ..., seconds: _Optional[float] = ..., k_type: _Optional[str] = ..., v_type: _Optional[str] = ..., overflow: _Optional[_Union[Overflow, str]] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
     __slots__ = ("session", "identity", "snapshot_id")
@@ -666,18 +672,22 @@ class ForkRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., session_key: _Optional[str] = ..., durable: _Optional[bool] = ..., no_wait: _Optional[bool] = ...) -> None: ...
 
 class ForkResponse(_message.Message):
-    __slots__ = ("session", "status", "identity", "resolution", "capabilities")
+    __slots__ = ("session", "status", "identity", "resolution", "capabilities", "generated_turn_ids", "saved")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     RESOLUTION_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TURN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionHandle
     status: PrefillStatus
     identity: _common_pb2.Identity
     resolution: _common_pb2.Resolution
     capabilities: _containers.RepeatedCompositeFieldContainer[_common_pb2.Capability]
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., status: _Optional[_Union[PrefillStatus, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., resolution: _Optional[_Union[_common_pb2.Resolution, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ...) -> None: ...
+    generated_turn_ids: _containers.RepeatedScalarFieldContainer[str]
+    saved: Saved
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., status: _Optional[_Union[PrefillStatus, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., resolution: _Optional[_Union[_common_pb2.Resolution, _Mapping]] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., generated_turn_ids: _Optional[_Iterable[str]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ...) -> None: ...
 
 class ExplainContextRequest(_message.Message):
     __slots__ = ("session", "identity")
@@ -748,7 +758,7 @@ class ExplainContextResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., resolution: _Optional[_Union[_common_pb2.Resolution, _Mapping]] = ..., resident: _Optional[int] = ..., available: _Optional[int] = ..., retained: _Optional[int] = ..., seen_tokens: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[ResolvedSegment, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[ResidentBlock, _Mapping]]] = ..., capabilities: _Optional[_Iterable[_Union[_common_pb2.Capability, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., last_fatal: _Optional[str] = ..., generated_turn_ids: _Optional[_Iterable[str]] = ..., detail: _Optional[str] = ..., parked: _Optional[int] = ..., gone: _Optional[int] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("model", "model_type", "window", "k_type", "v_type", "prompt_format", "profile_id", "session_id", "sessions", "machine", "what_if", "companions", "hypothetical")
+    __slots__ = ("model", "model_type", "window", "k_type", "v_type", "prompt_format", "profile_id", "session_id", "sessions", "machine", "what_if", "companions", "hypothetical", "layout")
     class WhatIfEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -769,6 +779,7 @@ class DescribeRequest(_message.Message):
     WHAT_IF_FIELD_NUMBER: _ClassVar[int]
     COMPANIONS_FIELD_NUMBER: _ClassVar[int]
     HYPOTHETICAL_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_type: str
     window: int
@@ -782,7 +793,8 @@ class DescribeRequest(_message.Message):
     what_if: _containers.ScalarMap[str, str]
     companions: Companions
     hypothetical: bool
-    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., window: _Optional[int] = ..., k_type: _Optional[str] = ..., v_type: _Optional[str] = ..., prompt_format: _Optional[str] = ..., profile_id: _Optional[str] = ..., session_id: _Optional[str] = ..., sessions: _Optional[int] = ..., machine: _Optional[str] = ..., what_if: _Optional[_Mapping[str, str]] = ..., companions: _Optional[_Union[Companions, _Mapping]] = ..., hypothetical: _Optional[bool] = ...) -> None: ...
+    layout: Layout
+    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., window: _Optional[int] = ..., k_type: _Optional[str] = ..., v_type: _Optional[str] = ..., prompt_format: _Optional[str] = ..., profile_id: _Optional[str] = ..., session_id: _Optional[str] = ..., sessions: _Optional[int] = ..., machine: _Optional[str] = ..., what_if: _Optional[_Mapping[str, str]] = ..., companions: _Optional[_Union[Companions, _Mapping]] = ..., hypothetical: _Optional[bool] = ..., layout: _Optional[_Union[Layout, str]] = ...) -> None: ...
 
 class Companions(_message.Message):
     __slots__ = ("projector_bytes", "projector_compute_bytes", "adapter_bytes", "draft_bytes")
@@ -997,14 +1009,16 @@ class RenderTemplateResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ..., template_digest: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
-    __slots__ = ("session", "discard", "detach")
+    __slots__ = ("session", "discard", "detach", "session_key")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     DISCARD_FIELD_NUMBER: _ClassVar[int]
     DETACH_FIELD_NUMBER: _ClassVar[int]
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     session: _common_pb2.SessionHandle
     discard: bool
     detach: bool
-    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., discard: _Optional[bool] = ..., detach: _Optional[bool] = ...) -> None: ...
+    session_key: str
+    def __init__(self, session: _Optional[_Union[_common_pb2.SessionHandle, _Mapping]] = ..., discard: _Optional[bool] = ..., detach: _Optional[bool] = ..., session_key: _Optional[str] = ...) -> None: ...
 
 class CloseSessionResponse(_message.Message):
     __slots__ = ("retained_tokens",)

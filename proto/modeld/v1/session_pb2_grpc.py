@@ -233,7 +233,8 @@ class SessionServiceServicer:
     def ImportSnapshot(self, request_iterator, context):
         """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed; under
         its own id, or another where that is taken by another content. Nothing stays of a refused one:
-        DIGEST_MISMATCH (cut off, other bytes), INVALID_REQUEST (out of order), BACKEND_MISMATCH and
+        DIGEST_MISMATCH (cut off, other bytes, or numbers that aren't its record's), INVALID_REQUEST
+        (out of order, or nothing came for the setting stall_limit_s), BACKEND_MISMATCH and
         MANIFEST_MISMATCH (of an engine or a version that isn't run here), STORAGE_FULL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

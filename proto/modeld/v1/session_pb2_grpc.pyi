@@ -69,7 +69,8 @@ class SessionServiceStub:
     ImportSnapshot: _grpc.StreamUnaryMultiCallable[_session_pb2.SnapshotChunk, _session_pb2.SnapshotInfo]
     """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed; under
     its own id, or another where that is taken by another content. Nothing stays of a refused one:
-    DIGEST_MISMATCH (cut off, other bytes), INVALID_REQUEST (out of order), BACKEND_MISMATCH and
+    DIGEST_MISMATCH (cut off, other bytes, or numbers that aren't its record's), INVALID_REQUEST
+    (out of order, or nothing came for the setting stall_limit_s), BACKEND_MISMATCH and
     MANIFEST_MISMATCH (of an engine or a version that isn't run here), STORAGE_FULL.
     """
     Admit: _grpc.UnaryUnaryMultiCallable[_session_pb2.AdmitRequest, _session_pb2.AdmitResponse]
@@ -131,7 +132,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     ImportSnapshot: _aio.StreamUnaryMultiCallable[_session_pb2.SnapshotChunk, _session_pb2.SnapshotInfo]  # type: ignore[assignment]
     """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed; under
     its own id, or another where that is taken by another content. Nothing stays of a refused one:
-    DIGEST_MISMATCH (cut off, other bytes), INVALID_REQUEST (out of order), BACKEND_MISMATCH and
+    DIGEST_MISMATCH (cut off, other bytes, or numbers that aren't its record's), INVALID_REQUEST
+    (out of order, or nothing came for the setting stall_limit_s), BACKEND_MISMATCH and
     MANIFEST_MISMATCH (of an engine or a version that isn't run here), STORAGE_FULL.
     """
     Admit: _aio.UnaryUnaryMultiCallable[_session_pb2.AdmitRequest, _session_pb2.AdmitResponse]  # type: ignore[assignment]
@@ -262,7 +264,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_session_pb2.SnapshotInfo, _abc.Awaitable[_session_pb2.SnapshotInfo]]:
         """Takes what ExportSnapshot gave, in that order. All of it is verified before it is listed; under
         its own id, or another where that is taken by another content. Nothing stays of a refused one:
-        DIGEST_MISMATCH (cut off, other bytes), INVALID_REQUEST (out of order), BACKEND_MISMATCH and
+        DIGEST_MISMATCH (cut off, other bytes, or numbers that aren't its record's), INVALID_REQUEST
+        (out of order, or nothing came for the setting stall_limit_s), BACKEND_MISMATCH and
         MANIFEST_MISMATCH (of an engine or a version that isn't run here), STORAGE_FULL.
         """
 
