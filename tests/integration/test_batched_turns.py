@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from modeld.client import Chunk, Client, Session, StopReason
+from modeld.client import Chunk, Client, Description, Session, StopReason
 from modeld.client.convert import identity_to_proto
 from modeld.client.streams import TurnStream
 from modeld.shared.errors import (
@@ -93,9 +93,9 @@ def begin(session: Session, number: int, **options: Any) -> TurnStream:
 class Timed:
     """An answer that a thread of its own reads: its ids, and when they began and ended to come."""
 
-    def __init__(self, session: Session, number: int) -> None:
+    def __init__(self, session: Session, number: int, **options: Any) -> None:
         self.began = self.ended = 0.0
-        self._reading = Background(lambda: self._read(Reading(session, number)))
+        self._reading = Background(lambda: self._read(Reading(session, number, **options)))
 
     def _read(self, reading: Reading) -> list[int]:
         self.began = time.monotonic()
@@ -216,6 +216,20 @@ def test_a_reader_who_takes_nothing_stops_no_one_else(
     channel.close()
 
 
+def test_a_question_about_tokens_is_answered_while_every_stream_s_turn_runs(
+    client: Client, expected: list[list[int]]
+) -> None:
+    with ExitStack() as stack:
+        sessions = [stack.enter_context(opened(client)) for _ in PROMPTS]
+        answers = [Timed(one, n, max_tokens=LONGER) for n, one in enumerate(sessions)]
+        eventually(lambda: all(one.began for one in answers))
+        told = client.tokenize(TINY, PROMPTS[0])
+        assert client.detokenize(TINY, told.token_ids).text == PROMPTS[0]
+        answered = time.monotonic()
+        assert [one.ids()[:LONG] for one in answers] == expected
+        assert answered < min(one.ended for one in answers)
+
+
 def test_an_isolated_turn_waits_for_the_batch_and_is_not_overtaken(client: Client) -> None:
     with ExitStack() as stack:
         first, second, late = (stack.enter_context(opened(client)) for _ in range(3))
@@ -289,6 +303,44 @@ def test_a_durable_session_is_saved_while_others_go_on_and_comes_back(
         back.close(discard=True)
 
 
+def test_a_plan_of_the_layout_is_what_an_open_then_gets(client: Client) -> None:
+    def planned_for(layout: str, window: int = WINDOW) -> Description:
+        return client.describe(TINY, window=window, prompt_format="raw", layout=layout)
+
+    with opened(client, "isolated"):  # so that the model is loaded
+        planned, one = planned_for("batched"), planned_for("isolated")
+    assert planned.resolution_source == "hypothetical"
+    assert planned.resolution.kv_bytes == STREAMS * one.resolution.kv_bytes
+    with opened(client) as session:
+        given, foretold = session.resolution.context, planned.resolution.context
+        assert given.effective.tokens == foretold.effective.tokens == WINDOW
+        assert session.resolution.kv_bytes * STREAMS == planned.resolution.kv_bytes
+        again = planned_for("batched", window=0)
+        assert again.resolution_source == "open_session"
+        assert again.resolution.kv_bytes == session.resolution.kv_bytes
+
+
 def test_the_capability_says_that_it_is_served(client: Client) -> None:
     with opened(client) as session:
         assert session.capabilities["layout.batched"].answer == "yes"
+
+
+def test_an_idle_batch_makes_room_for_an_isolated_session_and_comes_back(tmp_path: Path) -> None:
+    """Where memory is for one of them: each takes the other's place, and none loses its KV."""
+    model = tiny_models.llama(tmp_path / "tiny.gguf")
+    limits: dict[str, Any] = {"user_limit_bytes": 48 << 20, "cold_ram_bytes": 8 << 20}
+    with running_daemon(**limits) as daemon, daemon.client() as client, ExitStack() as stack:
+        client.import_model(model, name=TINY, model_type="llama")
+        batched = [stack.enter_context(opened(client, window=2048)) for _ in range(2)]
+        before = [answer(session, 2 - number, 5) for number, session in enumerate(batched)]
+        isolated = stack.enter_context(opened(client, "isolated", window=2048))
+        assert [one.parked for one in client.sessions()] == [True, True, False]
+        alone = answer(isolated, 2, 5)
+        for session, told, number in zip(batched, before, (2, 1), strict=True):
+            again = answer(session, number, 5)
+            assert again.ids == told.ids
+            assert again.before.restored + again.after.restored > 64
+            assert [one.parked for one in client.sessions()][2]
+        assert not any(one.parked for one in client.sessions()[:2])
+        assert answer(isolated, 2, 5).ids == alone.ids
+        assert [one.parked for one in client.sessions()] == [True, True, False]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from modeld.client import Client, Resumed, Session, StopReason
-from modeld.shared.errors import InvalidRequest, ManifestMismatch
+from modeld.shared.errors import InvalidRequest, ManifestMismatch, SessionClosed, SessionNotFound
+from modeld.v1 import session_pb2 as pb
 from tests.support.backends import Backend
 from tests.support.daemon import MODEL, RunningDaemon, Stubs, eventually, running_daemon
 from tests.support.openvino_models import tiny_gguf
@@ -230,6 +231,31 @@ def test_closing_keeps_it_and_discarding_forgets_it(client: Client) -> None:
     assert resumed(again).tokens > 0
     again.close(discard=True)
     assert durable(client).opened.resumed is None
+
+
+def test_discarding_forgets_it_also_where_its_session_is_gone(client: Client, stubs: Stubs) -> None:
+    lost = durable(client)
+    ask(lost, PREFIX, QUESTIONS[0], 2)
+    gone(client)
+    lost.close(discard=True)
+    assert client.models()[0].resident is False  # nothing was loaded for it
+    again = durable(client)
+    assert again.opened.resumed is None
+    ask(again, PREFIX, QUESTIONS[0], 2)
+    client.discard_saved(KEY)  # open or not
+    assert client.sessions() == []
+    with pytest.raises(SessionNotFound):
+        client.discard_saved(KEY)
+    assert client.list_snapshots().used_bytes == 0
+    stale = pb.CloseSessionRequest(
+        session={"session_id": again.handle.session_id, "generation": again.handle.generation}
+    )
+    for flags in ({}, {"session_key": KEY}, {"discard": True}):  # as it was before
+        with pytest.raises(SessionClosed):
+            stubs.unary(
+                stubs.sessions.CloseSession,
+                pb.CloseSessionRequest(session=stale.session, **flags),
+            )
 
 
 def test_fresh_begins_anew(client: Client) -> None:

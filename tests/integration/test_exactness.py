@@ -122,7 +122,7 @@ class Core(CoreHarness):
         )
 
     def context(self, session_id: str = "a") -> EngineContext:
-        entry = self.core._sessions[session_id].context
+        entry = self.core.model.sessions.by_id[session_id].context
         assert entry is not None
         return entry.engine_context
 
@@ -138,7 +138,7 @@ class Core(CoreHarness):
         return self.context(session_id).logits().copy(), numbers
 
     def close_all(self) -> None:
-        for session_id in list(self.core._sessions):
+        for session_id in list(self.core.model.sessions.by_id):
             self.close(session_id, discard=True)
 
 

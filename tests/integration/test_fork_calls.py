@@ -117,9 +117,19 @@ def test_the_answer_tells_what_was_copied_and_the_source_keeps_its_own(
     assert len(client.sessions()) == 2
 
 
+def test_the_answer_names_the_answers_that_the_branch_has(client: Client, stubs: Stubs) -> None:
+    source = open_raw(client)
+    talk(source)
+    answer = forked(stubs, client, source)
+    assert list(answer.generated_turn_ids) == list(source.explain().generated_turn_ids)
+    assert len(answer.generated_turn_ids) == 2
+    assert not answer.HasField("saved")
+
+
 def test_an_empty_session_forks_into_an_empty_one(client: Client) -> None:
     source = open_raw(client)
     branch = source.fork()
+    assert branch.saved is None
     assert branch.explain().resident == 0
     assert ask(branch, BASE, " In spring", 3).ids == ask(source, BASE, " In spring", 3).ids
 
@@ -152,7 +162,9 @@ def test_a_durable_branch_is_saved_at_once(client: Client, stubs: Stubs) -> None
     talk(source)
     answer = forked(stubs, client, source, session_key="fork-durable", durable=True)
     saved = {one.session.session_id: one for one in client.sessions()}
-    assert saved[answer.session.session_id].saved_unix_ms > 0
+    assert saved[answer.session.session_id].saved_unix_ms == answer.saved.saved_unix_ms > 0
+    assert answer.saved.ok
+    assert answer.saved.tokens == answer.status.resident + answer.status.retained
     assert not saved[id_of(source)].durable
     close = pb.CloseSessionRequest(session=answer.session)  # what is saved stays
     stubs.unary(stubs.sessions.CloseSession, close)

@@ -94,7 +94,10 @@ def assert_came_back(told: Told) -> None:
     assert_adds_up(before, before.prefix)
     assert_adds_up(after, after.suffix)
     assert before.prefilled == 0
-    assert before.restored + after.restored == before.reused + after.reused > BLOCK
+    reused = before.reused + after.reused
+    assert reused > BLOCK
+    # All but the first token, with which all of them begin: any context holds that.
+    assert reused - 1 <= before.restored + after.restored <= reused
     assert after.prefilled < 30
 
 

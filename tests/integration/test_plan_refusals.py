@@ -26,7 +26,7 @@ from modeld.client import (
     SlotState,
 )
 from modeld.client.convert import from_proto
-from modeld.client.values import Remedy, Resolution
+from modeld.client.values_capacity import Remedy, Resolution
 from modeld.shared.capacity import CapacityRequest
 from modeld.supervisor import offline
 from modeld.supervisor.config import load_config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,89 @@ def test_ranges_go_between_streams_and_contexts_of_their_own_and_go_on_bit_for_b
     assert np.array_equal(rows[0], rows[1])
     assert np.array_equal(rows[0], rows[2])
     own.close()
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each state that the engine gives or takes."""
+    sizes: list[int] = []
+    library = native.llama
+    get, put = library.llama_state_seq_get_data, library.llama_state_seq_set_data
+
+    def counted(call: Callable[..., int]) -> Callable[..., int]:
+        def through(handle: object, data: object, size: int, sequence: int) -> int:
+            sizes.append(size)
+            return call(handle, data, size, sequence)
+
+        return through
+
+    monkeypatch.setattr(library, "llama_state_seq_get_data", counted(get))
+    monkeypatch.setattr(library, "llama_state_seq_set_data", counted(put))
+    return sizes
+
+
+def test_taking_and_giving_a_stream_range_by_range_copies_it_a_few_times_however_many(
+    batch: LlamaStreams, copied: list[int]
+) -> None:
+    source, taker = batch.streams[0], batch.streams[3]
+    expected = fill(source, TOKENS[0][:400])
+    bounds = list(range(0, 401, 16))
+    parts = [source.export_state(begin, end) for begin, end in pairwise(bounds)]
+    assert len(copied) == 1
+    whole = copied[0]
+    source.settle()
+    copied.clear()
+    for end, part in zip(bounds[1:], parts, strict=True):
+        assert taker.import_state(part, end)
+    taker.settle()
+    assert sum(copied) < 2 * whole
+    assert np.array_equal(taker.export_state(0, 400), source.export_state(0, 400))
+    taker.trim(399)
+    taker.evaluate(TOKENS[0][399:400], 399, cancelled=never)
+    assert np.array_equal(taker.logits(), expected)
+
+
+def test_what_came_in_is_there_whatever_is_done_next(batch: LlamaStreams) -> None:
+    source, taker = batch.streams[1], batch.streams[2]
+    fill(source, TOKENS[0][:100])
+    parts = [(source.export_state(at, at + 20), at + 20) for at in range(0, 100, 20)]
+
+    def given() -> None:
+        taker.trim(0)
+        for part, end in parts:
+            assert taker.import_state(part, end)
+        assert taker.length == 100
+
+    given()
+    taker.trim(50)  # within what came in
+    assert np.array_equal(taker.export_state(0, 50), source.export_state(0, 50))
+    given()
+    batch.step([(3, 7)])  # it lends a cell
+    assert taker.length == 100
+    source.step(9, 100)
+    given()
+    taker.step(9, 100)
+    assert np.array_equal(taker.logits(), source.logits())
+    given()
+    taker.close()
+    fill(taker, TOKENS[1][:5])
+
+
+def test_an_engine_that_does_not_take_back_what_was_held_ends_that_session_only(
+    batch: LlamaStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, taker = batch.streams[1], batch.streams[2]
+    fill(source, TOKENS[0][:100])
+    for begin, end in ((0, 40), (40, 100)):
+        assert taker.import_state(source.export_state(begin, end), end)
+    monkeypatch.setattr(native.llama, "llama_state_seq_set_data", lambda *given: 0)
+    with pytest.raises(SessionFatal):
+        taker.evaluate([1], 100, cancelled=never)
+    monkeypatch.undo()
+    assert not batch.broken
+    taker.close()
+    fill(taker, TOKENS[0][:100])
+    assert np.array_equal(taker.logits(), source.logits())
 
 
 def test_bytes_that_are_not_of_this_place_are_refused_and_change_nothing(

@@ -183,7 +183,7 @@ def check_goes_on(parked: Worker, straight: Worker) -> None:
     for worker in (parked, straight):
         worker.open_()
         worker.ask(a)
-    held = len(parked.core._sessions["a"].entry)
+    held = len(parked.core.model.sessions.by_id["a"].entry)
     assert parked.park().lost == 0
     parked.pushed_out()
     resumed = parked.resume()
@@ -230,14 +230,14 @@ def test_a_recurrent_model_is_parked_whole_and_goes_on_bit_for_bit(llama: Make, 
     for worker in (parked, straight):
         worker.open_()
         worker.ask(a)
-    held = len(parked.core._sessions["a"].entry)
+    held = len(parked.core.model.sessions.by_id["a"].entry)
     assert parked.park().lost == 0
     parked.pushed_out()
     resumed = parked.resume()
     assert (resumed.restored, resumed.missing) == (held, 0)
     assert parked.go_on().tokens == straight.go_on().tokens
     assert parked.explain().counters["slot_cold_blocks"] == 1
-    held = len(parked.core._sessions["a"].entry)
+    held = len(parked.core.model.sessions.by_id["a"].entry)
     parked.ask(b)  # the whole state goes
     assert parked.explain().counters["slot_cold_blocks"] == 2
     # The answers are a part of it, and it can't go back to the prompt: all is evaluated.
@@ -257,7 +257,7 @@ def test_a_sliding_window_is_parked_whole_and_said_not_to_be_exact(llama: Make) 
     assert told.endswith("up to rounding once the window has moved on")
     parked.open_()
     parked.ask(text(1))
-    held = len(parked.core._sessions["a"].entry)
+    held = len(parked.core.model.sessions.by_id["a"].entry)
     assert parked.park().lost == 0
     parked.pushed_out()
     assert parked.resume().restored == held

@@ -60,8 +60,8 @@ class Worker:
         self.opened += 1
         self.name = f"s{self.opened}"
         if self.opened > 1:
-            del self.core._sessions[f"s{self.opened - 1}"]
-            pool = self.core._pool
+            del self.core.model.sessions.by_id[f"s{self.opened - 1}"]
+            pool = self.core.model.pool
             assert pool is not None
             pool.release(pool.contexts[0])
         self.run(
@@ -99,7 +99,7 @@ class Worker:
 
     @property
     def session(self) -> Session:
-        return self.core._sessions[self.name]
+        return self.core.model.sessions.by_id[self.name]
 
     @property
     def tape(self) -> list[int]:

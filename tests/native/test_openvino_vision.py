@@ -109,7 +109,7 @@ def loaded(folder: Path) -> Iterator[VisionHarness]:
 def harness(loaded: VisionHarness) -> Iterator[VisionHarness]:
     loaded.open_session()
     yield loaded
-    for session_id in list(loaded.core._sessions):
+    for session_id in list(loaded.core.model.sessions.by_id):
         loaded.close(session_id)
 
 

@@ -214,7 +214,7 @@ class Harness:
 
     def check_records(self) -> None:
         """What the pool believes of each context is what the engine holds."""
-        pool = self.core._pool
+        pool = self.core.model.pool
         assert pool is not None
         for entry in pool.contexts:
             assert isinstance(entry.engine_context, FakeContext)

@@ -64,7 +64,7 @@ class Evicting(Harness):
         return result
 
     def session(self, session_id: str = "a") -> Session:
-        return self.core._sessions[session_id]
+        return self.core.model.sessions.by_id[session_id]
 
     def held(self, session_id: str = "a") -> list[int]:
         """What the engine holds of what is attended."""

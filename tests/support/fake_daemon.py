@@ -107,6 +107,7 @@ class World:
     outside: tuple[int, int, int] = (0, 0, 0)  # parked, gone, recomputed: of every session
     saved: session_pb2.Saved | None = None  # of a durable session's turns
     resumed: session_pb2.Resumed | None = None  # of the next durable session
+    kept_keys: set[str] = field(default_factory=set)  # that a durable session is saved under
     kept_turns: dict[str, str] = field(default_factory=dict)  # the answers that it resumes with
 
     def fail(self, method: str, error: Exception, after_chunks: int = 0) -> None:
@@ -409,6 +410,8 @@ class Servicer(
         )
         session.attached = True
         self.w.sessions[session.session_id] = session
+        if session.durable:
+            self.w.kept_keys.add(session.key)
         yield session_pb2.OpenSessionEvent(
             opened=session_pb2.OpenSessionResponse(
                 session=common_pb2.SessionHandle(
@@ -553,12 +556,29 @@ class Servicer(
 
     async def CloseSession(self, request: Any, context: Any) -> Any:
         await self.enter(request, context)
-        session = self.session(request)
+        self.w.due("CloseSession")
+        try:
+            session = self.session(request)
+        except ModeldError:
+            if not (request.discard and request.session_key):
+                raise
+            return self.forget(request.session_key, gone=bool(request.session.session_id))
         if request.detach:
             session.attached = False
         else:
             del self.w.sessions[session.session_id]
+        if request.discard:
+            self.w.kept_keys.discard(session.key)
         return session_pb2.CloseSessionResponse(retained_tokens=len(session.tokens))
+
+    def forget(self, key: str, *, gone: bool) -> Any:
+        found = [s for s in self.w.sessions.values() if s.durable and s.key == key]
+        if not found and key not in self.w.kept_keys and not gone:
+            raise SessionNotFound(f"nothing is saved under {key!r}")
+        for session in found:
+            del self.w.sessions[session.session_id]
+        self.w.kept_keys.discard(key)
+        return session_pb2.CloseSessionResponse()
 
     async def ListSessions(self, request: Any, context: Any) -> Any:
         await self.enter(request, context)

@@ -82,6 +82,9 @@ class FakeResidency:
             seen_tokens=session.seen,
             turns=len(session.turns),
             seconds=0.25,
+            k_type="f16",
+            v_type="f16",
+            overflow=session.overflow,
         )
         self.w.snapshots[info.snapshot_id] = Kept(info, files, dict(session.turns))
         return info
@@ -192,6 +195,8 @@ class FakeResidency:
             ),
             identity=branch.identity,
             resolution=self.w.resolution(branch.window),
+            generated_turn_ids=list(branch.turns),
+            saved=self.w.saved if branch.durable else None,
         )
 
     async def ExplainContext(self, request: Any, context: Any) -> Any:

@@ -37,7 +37,7 @@ def restore(
 
 
 def session_of(harness: Harness, session_id: str = "a") -> Session:
-    return harness.core._sessions[session_id]
+    return harness.core.model.sessions.by_id[session_id]
 
 
 def told(harness: Harness, session_id: str = "a") -> ExplainResult:

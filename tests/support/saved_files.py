@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ IDENTITY = Identity(
 )
 RECORD = "record-1.mp"
 BLOCK = 256  # tokens
+WINDOW, SEEN_MORE, TURNS = 1024, 7, 2
 
 
 def state_file(chunks: Sequence[bytes]) -> tuple[str, bytes]:
@@ -49,16 +51,40 @@ def record_file(body: bytes) -> tuple[str, bytes]:
     return seal.hexdigest(), numbers + seal.digest() + body
 
 
-def write_files(folder: Path, tokens: int = 600, fill: bytes = b"kv") -> dict[str, bytes]:
-    """A record and the parts of so many tokens; what was written, by name."""
-    files = {RECORD: record_file(b"record of " + fill)[1]}
+def write_files(
+    folder: Path, tokens: int = 600, fill: bytes = b"kv", **recorded: Any
+) -> dict[str, bytes]:
+    """A record and the parts of so many tokens; what was written, by name. ``recorded`` is of the
+    record.
+    """
+    files = {RECORD: b""}
     for begin in range(0, tokens, BLOCK):
         end = min(begin + BLOCK, tokens)
         half = fill * ((end - begin) // 2 + 1)
         files[f"part-{begin}-{end}.kv"] = state_file([half, half])[1]
+    files[RECORD] = record_file(body_of(files, tokens, fill, recorded))[1]
     for name, data in files.items():
         (folder / name).write_bytes(data)
     return files
+
+
+def body_of(files: dict[str, bytes], tokens: int, fill: bytes, recorded: dict[str, Any]) -> bytes:
+    """What a record says, in small; ``info_of`` says the same."""
+    parts = [_part(name, data) for name, data in files.items() if name != RECORD]
+    told = {
+        "backend": IDENTITY.backend,
+        "kv_digest": IDENTITY.kv_digest,
+        "prompt_format": IDENTITY.prompt_format,
+        "window": WINDOW,
+        "seen_tokens": tokens + SEEN_MORE,
+        "turns": [{"turn_id": f"t-{n}"} for n in range(1, TURNS + 1)],
+        "token_ids": bytes(4 * tokens),
+        "parts": [asdict(part) for part in parts],
+        "exact": True,
+        "exact_reason": "",
+        "answer_text": fill.decode(),
+    }
+    return msgspec.msgpack.encode({**told, **recorded})
 
 
 def info_of(files: dict[str, bytes], **other: Any) -> SavedInfo:
@@ -77,9 +103,9 @@ def info_of(files: dict[str, bytes], **other: Any) -> SavedInfo:
         "parts": parts,
         "size_bytes": sum(map(len, files.values())),
         "tokens": parts[-1].end,
-        "seen_tokens": parts[-1].end + 7,
-        "turns": 2,
-        "window": 1024,
+        "seen_tokens": parts[-1].end + SEEN_MORE,
+        "turns": TURNS,
+        "window": WINDOW,
         "k_type": "f16",
         "v_type": "f16",
         "exact": True,

@@ -46,7 +46,7 @@ from modeld.shared.messages import (
     TrimResult,
     UnloadOp,
 )
-from modeld.supervisor import model_slot
+from modeld.supervisor import planning_slot
 from modeld.supervisor.config import Config, load_config
 from modeld.supervisor.events import EventBus
 from modeld.supervisor.evidence import EvidenceStore
@@ -231,7 +231,8 @@ class Worker:
             assert payload.session_id in self.contexts, "it has no context"
             window = self.windows[payload.session_id]
             made = self._made(payload.new_session_id, window)
-            return ForkResult(copied=window // 2, resident=window // 2, seconds=0.0, **made)
+            half = window // 2
+            return ForkResult(copied=half, resident=half, seconds=0.0, turn_ids=["t-1"], **made)
         if isinstance(payload, TrimOp):
             assert payload.session_id in self.contexts, "it has no context"
             return TrimResult(dropped=0, resident=0, available=0, retained=0)
@@ -371,5 +372,5 @@ def make_slots(
         holdings.join(backend, slot.held)
         slots[backend], workers[backend] = slot, worker
     by_pid = {worker.pid: worker for worker in workers.values()}
-    monkeypatch.setattr(model_slot, "anonymous_bytes", lambda pid: by_pid[pid].anonymous)
+    monkeypatch.setattr(planning_slot, "anonymous_bytes", lambda pid: by_pid[pid].anonymous)
     return Slots(config, machine, store, slots, workers)

@@ -56,6 +56,21 @@ async def test_batched_sessions_run_together_up_to_the_number_of_streams() -> No
     assert queue.running() == {"a", "c", "d"}
 
 
+async def test_a_question_goes_beside_all_streams_turns_and_behind_who_waits_for_them() -> None:
+    queue = queue_of()
+    turns = [await got(queue, name) for name in "abc"]
+    (await got(queue, "", operation="tokenize")).release()
+    isolated = await waiting(queue, "x", beside=False)
+    question = await waiting(queue, "", operation="tokenize")
+    for turn in turns:
+        turn.release()
+    await settle()
+    assert isolated.done()
+    assert not question.done()
+    isolated.result().release()
+    (await question).release()
+
+
 async def test_one_session_does_one_thing_at_a_time_in_order_and_holds_nobody_up() -> None:
     queue = queue_of()
     first = await got(queue, "a")
@@ -139,6 +154,36 @@ async def test_no_wait_is_told_at_once_and_goes_beside_who_runs() -> None:
         with pytest.raises(ModelBusy) as refused:
             await queue.acquire(session=session, operation="turn", beside=beside, no_wait=True)
         assert refused.value.metadata["holder_operation"] == "turn"
+
+
+async def test_who_is_to_try_again_is_told_of_turns_that_run_side_by_side() -> None:
+    """A turn takes a second, as far as the queue knows: of three at once, one ends each third."""
+    queue = queue_of()
+
+    async def told(session: str, **more: Any) -> float:
+        with pytest.raises(ModelBusy) as refused:
+            await got(queue, session, no_wait=True, **more)
+        assert refused.value.retry_after_s is not None
+        return refused.value.retry_after_s
+
+    holds = [await got(queue, name) for name in "abc"]
+    assert await told("d") == pytest.approx(1 / 3)
+    assert await told("a") == pytest.approx(1.0)  # its own turn must end
+    assert await told("x", beside=False) == pytest.approx(1.0)  # all of them must
+    tasks = [await waiting(queue, name) for name in "defg"]
+    assert await told("h") == pytest.approx(5 / 3)
+    assert await told("x", beside=False) == pytest.approx(1 + 4 / 3)
+    tasks.append(await waiting(queue, "y", beside=False))
+    assert await told("h") == pytest.approx(5 / 3 + 1)
+    with pytest.raises(ModelBusy) as late:
+        await queue.acquire(
+            session="h", operation="turn", beside=True, deadline=asyncio.get_running_loop().time()
+        )
+    assert late.value.retry_after_s == pytest.approx(5 / 3 + 1)
+    for task in tasks:
+        task.cancel()
+    for hold in holds:
+        hold.release()
 
 
 async def test_a_drain_waits_until_the_last_of_them_is_over() -> None:

@@ -30,10 +30,13 @@ from modeld.shared.messages import (
     OpenOp,
     OpenResult,
     ParkOp,
+    ParkResult,
     Payload,
+    ResumeOp,
+    ResumeResult,
     TrimOp,
 )
-from modeld.supervisor import model_slot
+from modeld.supervisor import parking, planning_slot
 from modeld.supervisor.fleet import Death, WorkerKeeper
 from modeld.supervisor.lifecycle import WorkerState
 from modeld.supervisor.model_slot import ModelSlot, OpenRequest
@@ -61,23 +64,42 @@ class BatchedWorker(Worker):
 
     def _answer(self, payload: Payload) -> Payload:
         if isinstance(payload, OpenOp) and payload.layout == "batched":
-            if not self.streams:
-                self.streams = {f"stream {n}": "" for n in range(payload.streams)}
-                for stream in self.streams:
-                    self._made(stream, payload.window)
+            self._ready(payload.streams, payload.window)
             return OpenResult(**self._taken(payload.session_id))
         if isinstance(payload, CloseOp):
-            for stream, owner in self.streams.items():
-                self.streams[stream] = "" if owner == payload.session_id else owner
+            self._left(payload.session_id)
+        if isinstance(payload, ParkOp) and payload.session_id in self.streams.values():
+            self._left(payload.session_id)
+            if not any(self.streams.values()):  # nobody's: given up for what needs the memory
+                for stream in self.streams:
+                    self._freed(stream)
+                self.streams.clear()
+            return ParkResult(
+                parked=0, lost=0, ram_bytes=0, disk_bytes=0, seconds=0.0, **self._totals()
+            )
+        if isinstance(payload, ResumeOp) and payload.session_id not in self.parked:
+            self._ready(STREAMS, WINDOW)
+            taken = self._taken(payload.session_id)
+            return ResumeResult(restored=0, missing=0, resident=0, seconds=0.0, **taken)
         if isinstance(payload, ForkOp) and payload.session_id in self.streams.values():
             taken = self._taken(payload.new_session_id)
-            return ForkResult(copied=7, resident=7, seconds=0.0, **taken)
+            return ForkResult(copied=7, resident=7, seconds=0.0, turn_ids=[], **taken)
         if isinstance(payload, TrimOp):
             self.contexts.setdefault(payload.session_id, 0)
         answer = super()._answer(payload)
         if isinstance(answer, LoadResult):
             answer.capabilities["layout.batched"] = self.layout
         return answer
+
+    def _ready(self, streams: int, window: int) -> None:
+        if not self.streams:
+            self.streams = {f"stream {n}": "" for n in range(streams)}
+            for stream in self.streams:
+                self._made(stream, window)
+
+    def _left(self, session_id: str) -> None:
+        for stream, owner in self.streams.items():
+            self.streams[stream] = "" if owner == session_id else owner
 
     def call(self, generation: int, payload: Payload, credit: int = 0) -> Any:
         free = [stream for stream, owner in self.streams.items() if not owner]
@@ -141,7 +163,7 @@ def rig_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         slot = slots.slots["llama"]
         slot.attach_keeper(worker)  # type: ignore[arg-type]
         slots.workers["llama"] = worker
-        monkeypatch.setattr(model_slot, "anonymous_bytes", lambda pid: worker.anonymous)
+        monkeypatch.setattr(planning_slot, "anonymous_bytes", lambda pid: worker.anonymous)
         return Rig(slots, slot, worker, machine)
 
     return make
@@ -194,8 +216,7 @@ async def test_more_sessions_of_a_batch_need_no_memory(rig_of: Any) -> None:
     assert smaller.resolution.numbers.requested.tokens == WINDOW // 2
     assert unsaid.resolution.numbers.effective.tokens == WINDOW
     assert rig.slot.plan.use.cells == STREAMS * WINDOW
-    with pytest.raises(InsufficientMemory):
-        await rig.open("isolated")
+    assert not rig.sent(ParkOp)
 
 
 async def test_a_batch_that_does_not_fit_is_refused_with_its_sum(rig_of: Any) -> None:
@@ -236,13 +257,47 @@ async def test_max_sessions_does_not_count_streams(rig_of: Any) -> None:
     assert session.resolution.findings == ()
 
 
-async def test_batched_sessions_are_not_parked_for_others(rig_of: Any) -> None:
+async def test_an_idle_batch_is_parked_as_a_whole_for_others_and_comes_back(rig_of: Any) -> None:
     rig = rig_of(available=4 * GIB)
+    sessions = await rig.open_all()
+    isolated = await rig.open("isolated", window=4 * WINDOW)
+    assert [one.session_id for one in rig.sent(ParkOp)] == [one.session_id for one in sessions]
+    assert not rig.worker.streams
+    for session in sessions:
+        await rig.use(session)
+        assert isolated.parked
+    assert len(rig.sent(ResumeOp)) == STREAMS
+    assert rig.slot.plan.use.cells == STREAMS * WINDOW
+    assert not any(session.parked for session in sessions)
+    await rig.use(isolated)
+    assert all(session.parked for session in sessions)
+
+
+async def test_a_batched_turn_that_waits_behind_who_needs_the_memory_gets_it_back(
+    rig_of: Any,
+) -> None:
+    rig = rig_of(available=4 * GIB)
+    sessions = await rig.open_all()
+    (running,) = await rig.using(sessions[2])
+    opening = asyncio.create_task(rig.open("isolated", window=4 * WINDOW))
+    behind = asyncio.create_task(rig.use(sessions[0]))
+    await settle()
+    assert not rig.sent(ParkOp)  # while one of the batch runs
+    rig.worker.gates[TrimOp].set()
+    await running
+    isolated = await opening
+    await behind
+    assert isolated.parked
+    assert [one.parked for one in sessions] == [False, True, True, True]
+    assert parking.idle(sessions, {sessions[0].session_id}, ()) == []
+
+
+async def test_a_context_too_many_is_made_room_for_by_an_isolated_session(rig_of: Any) -> None:
+    rig = rig_of(max_sessions=1)
     await rig.open_all()
-    with pytest.raises(InsufficientMemory) as refused:
-        await rig.open("isolated", window=4 * WINDOW)
-    assert refused.value.metadata["parked_sessions"] == "0"
-    assert not rig.sent(ParkOp)
+    first = await rig.open("isolated")
+    await rig.open("isolated")
+    assert [one.session_id for one in rig.sent(ParkOp)] == [first.session_id]
 
 
 @pytest.mark.parametrize("answer", ["no: recurrent", "unknown: no memory to try it", ""])

@@ -22,7 +22,8 @@ from modeld.cli.checks import Finding, Level
 from modeld.cli.exit_codes import Exit
 from modeld.cli.main import cli
 from modeld.client.convert import from_proto
-from modeld.client.values import Description, Device, DiskStats, Machine
+from modeld.client.values_capacity import Device, Machine
+from modeld.client.values_daemon import Description, DiskStats
 from modeld.shared import lease_record
 from modeld.shared.asking import AskAnswer
 from modeld.shared.errors import DigestMismatch, ShuttingDown

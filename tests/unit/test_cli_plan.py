@@ -24,7 +24,7 @@ from modeld.cli.exit_codes import Exit
 from modeld.cli.main import cli
 from modeld.cli.plan_view import remedy_command
 from modeld.client.convert import from_proto
-from modeld.client.values import Remedy, Resolution
+from modeld.client.values_capacity import Remedy, Resolution
 from modeld.v1 import common_pb2, session_pb2
 from tests.support import tiny_models
 from tests.support.fake_daemon import LARGEST, FakeDaemon, planned
@@ -412,6 +412,18 @@ def test_a_setting_as_if_it_were_otherwise_changes_the_plan(modeld, tiny):
         return int(told["resolution"]["compute_bytes"])
 
     assert compute("--what-if", "n_ubatch=64") < compute()
+
+
+def test_a_batched_context_is_planned_with_all_its_streams(modeld, tiny):
+    def kv_bytes(*options: str) -> int:
+        planned = modeld("--json", "plan", str(tiny), "--ctx", "512", *options)
+        assert planned.exit_code == Exit.OK, planned.output
+        return int(json.loads(planned.output)["resolution"]["kv_bytes"])
+
+    alone = kv_bytes()
+    assert kv_bytes("--layout", "isolated") == alone
+    assert kv_bytes("--layout", "batched") == 4 * alone
+    assert kv_bytes("--layout", "batched", "--what-if", "batch_streams=2") == 2 * alone
 
 
 def test_narrower_keys_take_less_and_types_that_a_head_does_not_hold_are_left_out(

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from modeld.cli.exit_codes import Exit
 from modeld.cli.main import cli
 from modeld.cli.plan_view import remedy_command, with_data_root
-from modeld.client.values import Remedy
+from modeld.client.values_capacity import Remedy
 from modeld.v1 import session_pb2
 from tests.support import tiny_models
 from tests.support.fake_daemon import FakeDaemon

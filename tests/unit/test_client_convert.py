@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 
-from modeld.client import values, values_residency
+from modeld.client import values, values_capacity, values_daemon, values_residency
 from modeld.client.convert import from_proto
 from modeld.v1 import common_pb2, daemon_pb2, model_pb2, session_pb2
 
@@ -20,7 +20,7 @@ PAIRS = [
     (values.Chunk, session_pb2.Chunk),
     (values.Final, session_pb2.Final),
     (values.ContextReport, session_pb2.ExplainContextResponse),
-    (values.Description, session_pb2.DescribeResponse),
+    (values_daemon.Description, session_pb2.DescribeResponse),
     (values.Tokens, session_pb2.TokenizeResponse),
     (values.Embeddings, session_pb2.EmbedResponse),
     (values.Detokenized, session_pb2.DetokenizeResponse),
@@ -35,16 +35,16 @@ PAIRS = [
     (values.Closed, session_pb2.CloseSessionResponse),
     (values.QueueStatus, common_pb2.QueueStatus),
     (values.LoadProgress, session_pb2.LoadProgress),
-    (values.ModelList, model_pb2.ListModelsResponse),
-    (values.Loaded, model_pb2.LoadModelResponse),
-    (values.Unloaded, model_pb2.UnloadModelResponse),
-    (values.ImportProgress, model_pb2.ImportProgress),
-    (values.Removed, model_pb2.RemoveModelResponse),
-    (values.DiskStats, model_pb2.DiskStatsResponse),
-    (values.DaemonStatus, daemon_pb2.StatusResponse),
-    (values.Event, daemon_pb2.Event),
-    (values.Draining, daemon_pb2.DrainResponse),
-    (values.QuarantineCleared, daemon_pb2.ClearQuarantineResponse),
+    (values_daemon.ModelList, model_pb2.ListModelsResponse),
+    (values_daemon.Loaded, model_pb2.LoadModelResponse),
+    (values_daemon.Unloaded, model_pb2.UnloadModelResponse),
+    (values_daemon.ImportProgress, model_pb2.ImportProgress),
+    (values_daemon.Removed, model_pb2.RemoveModelResponse),
+    (values_daemon.DiskStats, model_pb2.DiskStatsResponse),
+    (values_daemon.DaemonStatus, daemon_pb2.StatusResponse),
+    (values_daemon.Event, daemon_pb2.Event),
+    (values_daemon.Draining, daemon_pb2.DrainResponse),
+    (values_daemon.QuarantineCleared, daemon_pb2.ClearQuarantineResponse),
 ]
 
 
@@ -129,8 +129,8 @@ def test_enums_know_every_value_of_the_wire():
     for cls, proto in [
         (values.MissReason, session_pb2.MissReason),
         (values.StopReason, session_pb2.StopReason),
-        (values.ContextReason, common_pb2.ContextReason),
-        (values.SlotState, daemon_pb2.SlotState),
+        (values_capacity.ContextReason, common_pb2.ContextReason),
+        (values_daemon.SlotState, daemon_pb2.SlotState),
         (values.Overflow, session_pb2.Overflow),
         (values.Layout, session_pb2.Layout),
     ]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from modeld.client.calls import DecodeOptions
+from modeld.client.decode_options import DecodeOptions
 from modeld.client.prompts import (
     GeneratedTurn,
     Message,

@@ -330,12 +330,12 @@ async def test_a_file_that_is_cut_off_is_refused_and_nothing_is_listed(
     daemon.world.snapshots.clear()
     with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
         last = archive.getmember("record-1")
-    for length in (0, 100, 1000, last.offset_data + 1):
+    for length in (0, 100, 1000, last.offset, last.offset_data + 1, len(whole) - 512):
         with pytest.raises(modeld.InvalidRequest, match="isn't a whole exported snapshot"):
             await done(client.import_snapshot(io.BytesIO(whole[:length])))
-    # Cut between two members: only the daemon can know that one is missing.
+    # With an end, but without the last member: only the daemon can know that one is missing.
     with pytest.raises(modeld.DigestMismatch):
-        await done(client.import_snapshot(io.BytesIO(whole[: last.offset])))
+        await done(client.import_snapshot(io.BytesIO(whole[: last.offset] + bytes(1024))))
     assert daemon.world.snapshots == {}
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 

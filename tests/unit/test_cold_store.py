@@ -12,55 +12,19 @@ import pytest
 
 from modeld.workers.cold_disk import Maker
 from modeld.workers.cold_store import BLOCK_TOKENS, ColdStore
-from modeld.workers.state_file import StateHeader, Tokens, token_chain, token_chains
-
-MAKER = Maker("fake", "b" * 64, "layout-1")
-SIZE = 4096  # bytes of a block's state
-IDS = 4 * BLOCK_TOKENS  # bytes of its token ids, where it is the first
-PLENTY = 1 << 40
-
-
-def tokens_of(seed: int, count: int = BLOCK_TOKENS) -> Tokens:
-    return np.random.default_rng(seed).integers(0, 1000, count).astype(np.int32)
-
-
-def state_of(seed: int) -> np.ndarray:
-    return np.random.default_rng(1000 + seed).integers(0, 256, SIZE).astype(np.uint8)
-
-
-def header(tokens: Tokens, begin: int = 0, maker: Maker = MAKER) -> StateHeader:
-    ids = tokens
-    before, chain = token_chains("kv", ids, (begin, len(ids)))
-    return StateHeader(
-        backend=maker.backend,
-        build_digest=maker.build_digest,
-        state_layout=maker.state_layout,
-        kv_digest="kv",
-        runtime_digest="rt",
-        k_type="f16",
-        v_type="f16",
-        begin=begin,
-        end=len(ids),
-        token_ids=ids.astype("<i4").tobytes(),
-        chain_before=before,
-        chain=chain,
-        exact=True,
-        exact_reason="",
-    )
-
-
-def store(
-    ram: int = PLENTY, disk: int = 0, folder: Path | None = None, spare: int = PLENTY
-) -> ColdStore:
-    return ColdStore(MAKER, ram, disk, folder, spare_bytes=lambda: spare)
-
-
-def put(kept: ColdStore, seed: int, rank: int = 0) -> str:
-    """A first block of tokens of its own; its key."""
-    kept.tick()
-    made = header(tokens_of(seed))
-    kept.put(made, state_of(seed), rank)
-    return made.chain
+from modeld.workers.state_file import token_chain, token_chains
+from tests.support.cold import (
+    IDS,
+    MAKER,
+    PLENTY,
+    SIZE,
+    file_of,
+    header,
+    put,
+    state_of,
+    store,
+    tokens_of,
+)
 
 
 def test_a_chain_of_several_ends_is_that_of_each() -> None:
@@ -213,10 +177,10 @@ def test_the_disk_budget_is_kept_now_and_at_the_next_load(tmp_path: Path) -> Non
     assert kept.disk_bytes <= 3 * (SIZE + IDS + 1024)
     assert len(list(tmp_path.iterdir())) == 3
     for age, key in enumerate(reversed(keys[2:])):
-        os.utime(tmp_path / f"{key}.0.kv", (1000 - age, 1000 - age))
+        os.utime(file_of(tmp_path, key), (1000 - age, 1000 - age))
     later = store(disk=SIZE + IDS + 1024, folder=tmp_path)
     assert [later.has(key) for key in keys] == [False] * 4 + [True]
-    assert [path.name for path in tmp_path.iterdir()] == [f"{keys[4]}.0.kv"]
+    assert list(tmp_path.iterdir()) == [file_of(tmp_path, keys[4])]
 
 
 def test_every_flipped_byte_of_a_file_is_caught_and_the_file_is_deleted(tmp_path: Path) -> None:
@@ -249,12 +213,12 @@ def test_every_flipped_byte_of_a_file_is_caught_and_the_file_is_deleted(tmp_path
 def test_a_file_damaged_while_it_is_listed_is_deleted_at_its_reading(tmp_path: Path) -> None:
     kept = store(ram=0, disk=PLENTY, folder=tmp_path)
     key, other = put(kept, 1), put(kept, 2)
-    path = tmp_path / f"{key}.0.kv"
-    path.write_bytes((tmp_path / f"{other}.0.kv").read_bytes())  # sound, but another block
+    path = file_of(tmp_path, key)
+    path.write_bytes(file_of(tmp_path, other).read_bytes())  # sound, but another block
     assert kept.read(key) is None
     assert kept.damaged == 1
     assert not path.exists()
-    (tmp_path / f"{other}.0.kv").unlink()
+    file_of(tmp_path, other).unlink()
     assert kept.read(other) is None
     assert kept.damaged == 2
     assert kept.disk_bytes == 0
@@ -290,7 +254,7 @@ def test_a_full_disk_drops_the_block_and_nothing_else(
     assert not kept.has(second)
     assert kept.has(third)
     assert kept.dropped == 1
-    assert [path.name for path in tmp_path.iterdir()] == [f"{first}.0.kv"]
+    assert list(tmp_path.iterdir()) == [file_of(tmp_path, first)]
     monkeypatch.setattr(os, "write", write)
     for key, seed in ((first, 1), (third, 3)):
         found = kept.read(key)

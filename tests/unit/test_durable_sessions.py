@@ -20,6 +20,7 @@ from modeld.shared.errors import (
     SessionFatal,
     StorageFull,
     UnsupportedFeature,
+    WorkerUnavailable,
 )
 from modeld.shared.manifest import SegmentId
 from modeld.shared.messages import (
@@ -38,6 +39,7 @@ from modeld.shared.messages import (
 from modeld.supervisor.durable_sessions import DurableSessions, Saved, folder_name
 from modeld.supervisor.fleet import Death
 from modeld.supervisor.model_slot import ModelSlot, Opened, OpenRequest
+from modeld.supervisor.saved_folder import SavedInfo, now_unix_ms
 from modeld.supervisor.saved_quota import SavedQuota
 from modeld.supervisor.sessions import Session
 from modeld.supervisor.slot_core import Caller
@@ -367,6 +369,34 @@ async def test_a_worker_that_dies_of_it_is_tried_again_and_then_no_more(scene: S
     await check_cold(scene, opened, "ended 2 times")
 
 
+async def test_a_state_is_not_blamed_for_a_worker_that_was_not_given_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scene.saved()
+    for gone in (
+        WorkerUnavailable("Nothing was sent to the worker."),
+        SessionFatal("The worker was ended on request.", metadata={"cause": "drain"}),
+    ):
+        scene.llama.fails = gone
+        opened = await scene.open()
+        assert opened.resumed is not None
+        assert opened.resumed.tokens == TOKENS  # the second try
+        await scene.llama.slot.unload(Caller(), force=True)
+    dies = [True, True]
+
+    async def ready(session: Session) -> None:
+        if dies:
+            dies.pop()
+            raise SessionFatal("The worker died of another one.", metadata={"cause": "signal"})
+
+    monkeypatch.setattr(scene.llama.slot, "ready", ready)
+    opened = await scene.open()
+    assert not dies
+    assert opened.resumed is not None
+    assert opened.resumed.tokens == TOKENS
+    assert not scene.durable._deaths
+
+
 # --- forgetting ----------------------------------------------------------------------------------
 
 
@@ -603,6 +633,24 @@ async def test_age_removes_what_nobody_used_but_never_what_is_open(
     assert await scene.durable.prune() == (KEY,)
     assert scene.files() == set()
     assert "saved.json" in scene.files("open")
+
+
+async def test_what_comes_back_while_age_removes_others_stays(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scene.saved()
+    scene.durable._max_age_s = 0.02
+    await asyncio.sleep(0.05)
+    looked = scene.durable._infos
+
+    def look() -> list[SavedInfo]:
+        found = looked()
+        scene.durable.folder(KEY).touch(now_unix_ms())  # restored, and closed again
+        return found
+
+    monkeypatch.setattr(scene.durable, "_infos", look)
+    assert await scene.durable.prune() == ()
+    assert "saved.json" in scene.files()
 
 
 async def test_a_durable_fork_that_is_given_up_leaves_its_key_free(scene: Scene) -> None:

@@ -150,8 +150,8 @@ def test_a_block_that_the_cold_store_lost_is_gone_and_the_others_are_parked(h: E
     final = h.turn(raw(), raw(numbered(1000)), options(100))
     assert (final.parked, final.gone) == (1025 - SINK - RECENT, 0)
     keys = token_chains("kv", np.array(h.session().conversation()[:1024], np.int32), [512, 768])
-    assert h.core._parking is not None
-    h.core._parking.store.remove(keys[1])
+    assert h.core.model.parking is not None
+    h.core.model.parking.store.remove(keys[1])
     told_ = h.explain()
     assert (told_.parked, told_.gone) == (1025 - SINK - RECENT - BLOCK, BLOCK)
     shown = [(b.begin, b.end, b.state) for b in told_.blocks if b.state != "hot"]
@@ -422,7 +422,7 @@ def test_what_a_cancel_left_out_of_an_eviction_is_evaluated_as_it_would_have_bee
     """Not one by one, as sampled tokens are: engines compute a lone token in another way."""
     h.suffix(raw(numbered(900)))
     h.decode(options(124))
-    h.decode(options(2), op=FakeOp(cancel_at=4))
+    h.decode(options(2), op=FakeOp(cancel_at=9))
     left = len(h.session().missing())
     assert 60 < left < RECENT
     stepped: list[int] = []

@@ -35,7 +35,8 @@ from modeld.supervisor.config import ConfigError, load_config
 from modeld.supervisor.context_slot import Forked
 from modeld.supervisor.events import Event, Watcher
 from modeld.supervisor.fleet import Death
-from modeld.supervisor.model_slot import ModelSlot, OpenRequest, WhatIf
+from modeld.supervisor.model_slot import ModelSlot, OpenRequest
+from modeld.supervisor.planning_slot import WhatIf
 from modeld.supervisor.sessions import Back, Session
 from modeld.supervisor.slot_core import Caller
 from tests.support.slots import GIB, MIB, Machine, Slots, Worker, make_slots
@@ -167,7 +168,8 @@ async def test_without_anywhere_to_keep_them_the_refusal_names_the_settings(
     slot, worker = slot_of(slots)
     await open_several(slots)
     error = await refusal_of(slots)
-    assert "set cold_ram_bytes or cold_disk_bytes" in error.message
+    assert "cold_ram_bytes and cold_disk_bytes are both 0. Set one of them" in error.message
+    assert f"to at least {CONTEXT}" in error.message
     assert error.metadata["open_sessions"] == "3"
     assert not sent(worker, ParkOp)
     assert not parked(slot)
@@ -614,8 +616,33 @@ async def test_where_a_limit_leaves_nothing_to_parked_kv_nothing_is_parked(
     assert slots.loads("llama")[0].cold is None
     assert plan.numbers.planner.tokens == WINDOW
     error = await refusal_of(slots)
-    assert "set cold_ram_bytes or cold_disk_bytes" in error.message
+    assert f"of user_limit_bytes ({limit}) the plan" in error.message
+    assert "left 0 bytes" in error.message
+    assert f"Set cold_disk_bytes to at least {CONTEXT}" in error.message
+    assert f"or user_limit_bytes to at least {limit + CONTEXT}." in error.message
     assert not sent(worker, ParkOp)
+    (tmp_path / "raised").mkdir()  # what it says to do is what it takes
+    raised = make_slots(
+        tmp_path / "raised", monkeypatch, user_limit_bytes=limit + CONTEXT, backends="llama"
+    )
+    await raised.open("big", WINDOW)
+    cold = raised.loads("llama")[0].cold
+    assert cold is not None
+    assert cold.ram_bytes > 0
+
+
+async def test_a_folder_that_can_not_be_written_is_told_as_why_nothing_is_parked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cold").write_text("in the way")
+    slots = make_slots(
+        tmp_path, monkeypatch, cold_ram_bytes=0, cold_disk_bytes=GIB, backends="llama"
+    )
+    slot, _ = slot_of(slots)
+    await slots.open("big", WINDOW)
+    assert slots.loads("llama")[0].cold is None
+    assert f"cold_disk_bytes is {GIB}, but {tmp_path / 'cold'} can't be written" in slot.cannot_park
+    assert "user_limit_bytes" not in slot.cannot_park
 
 
 async def test_an_overflow_tells_the_session_s_own_logical_window(small: Slots) -> None:

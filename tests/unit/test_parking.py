@@ -10,8 +10,6 @@ import pytest
 
 from modeld.shared.errors import InsufficientMemory, InvalidRequest, ModeldError, SessionFatal
 from modeld.shared.messages import (
-    ColdIn,
-    LoadOp,
     OpenOp,
     ParkOp,
     ParkResult,
@@ -23,68 +21,12 @@ from modeld.shared.messages import (
     UnloadOp,
 )
 from modeld.workers.executor import Pulse, Tasks, run
-from modeld.workers.parking import Parking
-from modeld.workers.pool import PooledContext
+from modeld.workers.pooled_context import PooledContext
 from modeld.workers.state_file import token_chains
+from tests.support.cold import GIB, A, B, Parked, answer
 from tests.support.core_harness import FakeOp, Harness, options, raw
 from tests.support.fake_engine import FakeEngine
 from tests.support.residency import export, fork, trim
-
-GIB = 1 << 30
-# The fake engine's tokens are single characters here.
-A = "a1b2c3d4e5f6g7h8 " * 40  # 680
-B = "z9y8x7w6v5u4t3s2 " * 40
-
-
-class Parked(Harness):
-    """A core whose model was loaded with a cold store."""
-
-    def __init__(
-        self,
-        engine: FakeEngine | None = None,
-        *,
-        ram: int = GIB,
-        disk: int = 0,
-        folder: Path | None = None,
-        max_contexts: int = 1,
-    ) -> None:
-        super().__init__(engine, max_contexts=max_contexts)
-        self.cold = ColdIn(ram_bytes=ram, disk_bytes=disk, folder=str(folder or ""))
-        self.max_contexts = max_contexts
-        self.load()
-
-    def load(self) -> None:
-        op = LoadOp(path="m", model="m", digest="d", max_contexts=self.max_contexts, cold=self.cold)
-        self.run(op)
-
-    @property
-    def parking(self) -> Parking:
-        made = self.core._parking
-        assert made is not None
-        return made
-
-    def entry(self, session_id: str = "a") -> PooledContext:
-        return self.core._sessions[session_id].entry
-
-    def counters(self, session_id: str = "a") -> dict[str, int]:
-        return self.explain(session_id).counters
-
-    def park(self, session_id: str = "a") -> ParkResult:
-        result = self.run(ParkOp(session_id=session_id))
-        assert isinstance(result, ParkResult)
-        return result
-
-    def resume(self, session_id: str = "a", free_bytes: int = 0) -> ResumeResult:
-        result = self.run(ResumeOp(session_id=session_id, free_bytes=free_bytes))
-        assert isinstance(result, ResumeResult)
-        return result
-
-
-def answer(harness: Harness, prompt: PromptIn, session_id: str = "a", tokens: int = 12) -> str:
-    op = FakeOp()
-    harness.turn(prompt, raw("?"), options(tokens), session_id, op)
-    harness.check_records()
-    return op.text
 
 
 def fresh(prompt: PromptIn, tokens: int = 12) -> str:
@@ -178,8 +120,8 @@ def test_parked_blocks_are_known_by_the_chain_of_their_tokens() -> None:
     harness.ensure(raw(A))
     entry = harness.entry()
     keys = harness.parking.park_range(entry, 300, 400)  # all of the block around it
-    assert keys == token_chains("kv", entry.tokens, [512])
-    assert harness.parking.store.has(keys[0])
+    assert keys == {256: token_chains("kv", entry.tokens, [512])[0]}
+    assert harness.parking.store.has(keys[256])
     assert harness.parking.reach("kv", entry.tokens, 1024) == 0  # there is a gap before it
     assert harness.parking.reach("kv", entry.tokens, 1024, 256) == 512
 
@@ -554,7 +496,7 @@ def test_images_and_what_follows_them_are_not_parked() -> None:
     assert len(harness.parking.park_range(entry, 0, 680)) == 1
     entry.tokens[300] = 7
     entry.tokens[100] = -5
-    assert harness.parking.park_range(entry, 0, 680) == []
+    assert harness.parking.park_range(entry, 0, 680) == {}
 
 
 def test_nothing_is_parked_where_the_model_says_no(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,7 @@ class Residency(RuleBasedStateMachine):
     @invariant()
     def every_session_holds_its_tape(self) -> None:
         for name, tape in self.tapes.items():
-            session = self.harness.core._sessions[name]
+            session = self.harness.core.model.sessions.by_id[name]
             assert self.physical(name, tape.digest) == tape.held
             assert session.logical == tape.logical
             assert tape.held[: tape.logical] == tape.known[: tape.logical]
@@ -291,7 +291,7 @@ class Residency(RuleBasedStateMachine):
     @invariant()
     def every_position_was_computed_after_those_before_it(self) -> None:
         self.harness.check_records()
-        pool = self.harness.core._pool
+        pool = self.harness.core.model.pool
         assert pool is not None
         assert len(pool.contexts) <= CONTEXTS
         assert pool.in_use == len(self.tapes)
@@ -311,7 +311,7 @@ class Residency(RuleBasedStateMachine):
         return f"n{self.names}"
 
     def physical(self, name: str, digest: str) -> list[int]:
-        entry = self.harness.core._sessions[name].entry
+        entry = self.harness.core.model.sessions.by_id[name].entry
         assert isinstance(entry.engine_context, FakeContext)
         return list(entry.engine_context.tokens) if entry.kv_digest == digest else []
 

@@ -179,7 +179,7 @@ def test_of_what_was_admitted_the_last_used_stays_first() -> None:
 
 
 def test_what_another_prompt_has_in_common_keeps_its_layout() -> None:
-    stored = (r.Stored(256, 512, 512, "a"), r.Stored(512, 700, 3100, "b"))
+    stored = (r.Stored(256, 512, "a"), r.Stored(700, 900, "b"), r.Stored(900, 1100, "c"))
     layout = r.Layout(r.sizes_of(2048), kept=((0, 256), (1000, 1100)), tail=3000, stored=stored,
                       admitted=(r.Admitted(1000, 1100, 1),), evaluated=4000, seen=4001)  # fmt: skip
     longer = r.carried(layout, 4001, 4500, ((0, 50),), ())
@@ -189,13 +189,13 @@ def test_what_another_prompt_has_in_common_keeps_its_layout() -> None:
     other = r.carried(layout, 1050, 5000, (), ())
     assert other.attended(5000) == ((0, 256), (1000, 5000))
     assert (other.seen, other.evaluated) == (1050, 1050)
-    assert other.stored == stored[:1]  # the other block reaches into what is another now
+    assert other.stored == (*stored[:2], r.Stored(900, 1050, "c"))  # a block's beginning is of use
     assert other.admitted == (r.Admitted(1000, 1050, 1),)
 
 
 def test_a_block_that_goes_out_again_is_known_by_its_latest_key() -> None:
-    layout = r.Layout(r.sizes_of(1024), tail=0, stored=(r.Stored(256, 768, 768, "old"),))
-    new = [r.Stored(500, 700, 700, "new")]
+    layout = r.Layout(r.sizes_of(1024), tail=0, stored=(r.Stored(256, 768, "old"),))
+    new = [r.Stored(500, 700, "new")]
     told = r.taking(layout, r.Pass(((0, 256),), 900, 1500), new).stored
     assert [(one.begin, one.end, one.key) for one in told] == [
         (256, 500, "old"), (500, 700, "new"), (700, 768, "old"),
@@ -263,7 +263,7 @@ def test_a_query_never_takes_more_than_it_may_nor_what_is_attended(
 @given(conversations())
 def test_pieces_tile_what_is_resident_and_what_is_out(given_: tuple[r.Layout, int, int]) -> None:
     layout, length, resident = given_
-    stored = (r.Stored(200, 600, 600, "here"), r.Stored(600, 900, 900, "lost"))
+    stored = (r.Stored(200, 600, "here"), r.Stored(600, 900, "lost"))
     layout = replace(layout, stored=tuple(s for s in stored if s.end <= length))
     found = r.pieces(layout, length, resident, "here".__eq__, [length // 3, length // 2])
     assert all(one.end <= two.begin for one, two in pairwise(found))

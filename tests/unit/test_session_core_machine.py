@@ -181,7 +181,7 @@ class Sessions(RuleBasedStateMachine):
 
     @invariant()
     def record_equals_the_engines_state(self) -> None:
-        pool = self.harness.core._pool
+        pool = self.harness.core.model.pool
         assert pool is not None
         assert len(pool.contexts) <= 3
         assert pool.in_use == len(self.chat)
@@ -250,7 +250,7 @@ class Sessions(RuleBasedStateMachine):
     # --- helpers ---------------------------------------------------------------------------
 
     def session(self, name: str) -> Session:
-        return self.harness.core._sessions[name]
+        return self.harness.core.model.sessions.by_id[name]
 
     def before(self, name: str) -> dict[str, Any]:
         session = self.session(name)

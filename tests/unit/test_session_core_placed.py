@@ -42,7 +42,7 @@ def test_bytes_on_several_devices_are_added_up_device_by_device() -> None:
     harness = Harness()
     for name in ("a", "b"):
         harness.open(name, window=64)
-    pool = harness.core._pool
+    pool = harness.core.model.pool
     assert pool is not None
     for entry in pool.contexts:
         entry.engine_context.placed = [

@@ -16,6 +16,7 @@ from modeld.shared.messages import (
     DecodeIn,
     ExplainResult,
     FinalOut,
+    LoadOp,
     PromptIn,
     SampledTokenOut,
     SegmentIn,
@@ -262,11 +263,11 @@ def test_the_vocabulary_is_made_for_the_first_constraint_and_goes_with_the_model
     harness, made = ready(), []
     for chosen in (options(3), under(CHOICE), under("x+y")):
         harness.turn(raw("a\n"), raw("b\n"), chosen)
-        made.append(harness.core._constraints)
-    harness.core.close()
+        made.append(harness.core.model._constraints)
+    harness.run(LoadOp(path="m", model="m", digest="d"))
     assert made[0] is None
     assert made[1] is made[2] is not None
-    assert harness.core._constraints is None
+    assert harness.core.model._constraints is None
 
 
 def _evaluated(found: ExplainResult) -> int:

@@ -103,7 +103,7 @@ def sealed(body: bytes, version: int = VERSION, size: int | None = None) -> byte
 
 LAYOUT = Layout(
     Sizes(1024, 256, 256), kept=((0, 1),), tail=3, pinned=((0, 1),),
-    admitted=(Admitted(0, 1, 2),), stored=(Stored(1, 3, 3, "key"),), seen=4, evaluated=4,
+    admitted=(Admitted(0, 1, 2),), stored=(Stored(1, 3, "key"),), seen=4, evaluated=4,
 )  # fmt: skip
 
 

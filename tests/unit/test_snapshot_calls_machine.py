@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +108,10 @@ class Scene:
         return sorted(entry.name for entry in self.store.root.iterdir())
 
 
-def saved(folder: Path, tokens: int = TOKENS) -> SaveResult:
+def saved(folder: Path, kv_digest: str, tokens: int = TOKENS) -> SaveResult:
     """What a worker does for a SaveOp, in small."""
-    files = write_files(folder, tokens)
+    told: dict[str, Any] = {"kv_digest": kv_digest, "prompt_format": "raw", "seen_tokens": tokens}
+    files = write_files(folder, tokens, **told)
     info = info_of(files)
     return SaveResult(
         record=RECORD,
@@ -173,7 +174,7 @@ async def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
         if made.answer is not None:
             return made.answer(payload)
         if isinstance(payload, SaveOp):
-            return saved(Path(payload.folder))
+            return saved(Path(payload.folder), session.identity.kv_digest)
         return restored() if isinstance(payload, RestoreOp) else others(payload)
 
     monkeypatch.setattr(worker, "_answer", answer)
@@ -244,7 +245,7 @@ async def test_what_the_worker_refuses_leaves_nothing(scene: Scene, reason: str)
 async def test_a_save_that_was_stopped_leaves_nothing(scene: Scene) -> None:
     def stopped(payload: Payload) -> Payload:
         assert isinstance(payload, SaveOp)
-        result = saved(Path(payload.folder))
+        result = saved(Path(payload.folder), scene.session.identity.kv_digest)
         result.cancelled = True
         return result
 
@@ -257,7 +258,7 @@ async def test_a_save_that_was_stopped_leaves_nothing(scene: Scene) -> None:
 async def test_files_that_are_not_there_are_no_snapshot(scene: Scene) -> None:
     def short(payload: Payload) -> Payload:
         assert isinstance(payload, SaveOp)
-        result = saved(Path(payload.folder))
+        result = saved(Path(payload.folder), scene.session.identity.kv_digest)
         (Path(payload.folder) / result.parts[0].name).write_bytes(b"cut")
         return result
 
@@ -279,7 +280,7 @@ async def test_the_quota_is_looked_at_before_and_after_the_worker_writes(scene: 
 
     def larger(payload: Payload) -> Payload:
         assert isinstance(payload, SaveOp)
-        result = saved(Path(payload.folder))
+        result = saved(Path(payload.folder), scene.session.identity.kv_digest)
         with (Path(payload.folder) / RECORD).open("ab") as file:
             file.truncate(need + 1)
         result.record_bytes = need + 1
@@ -430,6 +431,33 @@ async def test_an_export_comes_in_again_after_it_was_deleted(scene: Scene) -> No
     told = await scene.call("ImportSnapshot", chunks(len(context.written)))
     assert told == info
     assert (await scene.restore(info.snapshot_id)).tokens == TOKENS
+
+
+@pytest.mark.parametrize("came", [0, 1, 2])
+async def test_an_import_whose_sender_stalls_is_given_up_and_leaves_nothing(
+    scene: Scene, came: int
+) -> None:
+    info = await scene.snapshot()
+    context = Call()
+    request = pb.ExportSnapshotRequest(snapshot_id=info.snapshot_id)
+    await scene.call("ExportSnapshot", request, context)
+    await scene.call("DeleteSnapshot", pb.DeleteSnapshotRequest(snapshot_id=info.snapshot_id))
+    config = replace(scene.service.services.config, stall_limit_s=0.1)
+    scene.service.services = replace(scene.service.services, config=config)
+
+    async def chunks() -> AsyncIterator[Any]:
+        for chunk in context.written[:came]:
+            yield chunk
+        await asyncio.Event().wait()
+
+    error = await scene.refused("ImportSnapshot", chunks())
+    assert error.reason == "INVALID_REQUEST"
+    assert "nothing for 0.1 s" in error.message
+    assert scene.entries() == []
+    assert scene.store.quota.used_bytes == 0
+    scene.store.quota.limit_bytes = 10_000
+    with scene.store.quota.room(10_000, "all of it: nothing is promised any more"):
+        pass
 
 
 async def test_what_another_version_saved_is_not_taken_in(

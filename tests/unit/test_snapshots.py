@@ -196,6 +196,29 @@ def test_only_what_was_not_used_for_long_is_pruned(tmp_path: Path) -> None:
     assert listed(store) == [used.saved_id]
 
 
+@pytest.mark.parametrize("used", [True, False])
+def test_what_is_restored_while_others_are_pruned_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: bool
+) -> None:
+    store = make_store(tmp_path, max_age_s=86_400)
+    info = save(store, created_unix_ms=1, used_unix_ms=1)
+    folder = SavedFolder(store.root / info.saved_id)
+    folder.touch(1)
+    looked = store.list
+
+    def look(*given: str) -> tuple[SavedInfo, ...]:
+        found = looked(*given)
+        if used:  # by a restore that began and ended since
+            with store.using(info.saved_id) as (there, _):
+                there.touch(now_unix_ms())
+        return found
+
+    monkeypatch.setattr(store, "list", look)
+    assert store.prune() == (() if used else (info.saved_id,))
+    monkeypatch.undo()
+    assert listed(store) == ([info.saved_id] if used else [])
+
+
 def test_nothing_is_pruned_without_an_age(store: SnapshotStore) -> None:
     info = save(store, created_unix_ms=1, used_unix_ms=1)
     SavedFolder(store.root / info.saved_id).touch(1)
@@ -206,22 +229,22 @@ def test_nothing_is_pruned_without_an_age(store: SnapshotStore) -> None:
 
 
 def test_a_full_quota_is_refused_with_the_numbers_and_what_could_go(tmp_path: Path) -> None:
-    store = make_store(tmp_path, quota=15_000)
+    store = make_store(tmp_path, quota=22_000)
     infos = [save(store, fill=bytes([65 + n, 65])) for n in range(3)]
     for at, info in enumerate(infos):
         SavedFolder(store.root / info.saved_id).touch(now_unix_ms() + DAY_MS - at * 60_000)
     used = store.quota.used_bytes
-    assert 3 * infos[0].size_bytes < used < 15_000
+    assert 3 * infos[0].size_bytes < used < 22_000
     with pytest.raises(StorageFull) as caught, store.quota.room(8_000, "Saving it"):
         pytest.fail("there is no room")
     error = caught.value
     assert int(error.metadata["needed_bytes"]) == 8_000
     assert int(error.metadata["used_bytes"]) == used
-    assert int(error.metadata["quota_bytes"]) == 15_000
+    assert int(error.metadata["quota_bytes"]) == 22_000
     assert int(error.metadata["free_disk_bytes"]) > 0
     assert error.metadata["bound"] == "quota"
     # The longest unused first, and only so many as would do.
-    asked = used + 8_000 - 15_000
+    asked = used + 8_000 - 22_000
     sizes = [SavedFolder(store.root / info.saved_id).bytes_used() for info in infos]
     enough = next(n for n in range(1, 4) if sum(sizes[-n:]) >= asked)
     unused = [info.saved_id for info in reversed(infos)][:enough]
@@ -263,7 +286,7 @@ def test_room_is_promised_to_one_save_at_a_time(tmp_path: Path) -> None:
 
 
 def test_durable_sessions_count_as_snapshots_do(tmp_path: Path) -> None:
-    store = make_store(tmp_path, quota=5_000)
+    store = make_store(tmp_path, quota=8_000)
     (tmp_path / "durable").mkdir()
     committed(tmp_path / "durable" / "a")
     used = store.quota.used_bytes
@@ -492,6 +515,40 @@ def test_texts_that_no_snapshot_has_are_refused(
     with pytest.raises(InvalidRequest):
         take_in(other, pieces, info)
     assert entries(other) == set()
+
+
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        {"token_ids": bytes(4 * 599)},
+        {"seen_tokens": 1},
+        {"turns": []},
+        {"exact": False, "exact_reason": "not seen"},
+        {"kv_digest": "0" * 64},
+        {"parts": []},
+        {"parts": "none"},
+    ],
+    ids=lambda recorded: "-".join(recorded),
+)
+def test_what_tells_other_numbers_than_its_sealed_record_is_refused(
+    other: SnapshotStore, tmp_path: Path, recorded: dict[str, Any]
+) -> None:
+    made = SavedFolder(tmp_path / "made")
+    made.create()
+    info = info_of(write_files(made.path, **recorded))
+    made.commit(info)
+    with pytest.raises(DigestMismatch) as caught:
+        take_in(other, list(pieces_of(made, info, 1 << 20)), info)
+    assert caught.value.metadata["file"] == RECORD
+    assert entries(other) == set()
+    assert other.quota.used_bytes == 0
+
+
+def test_the_window_that_is_listed_is_the_records(other: SnapshotStore, tmp_path: Path) -> None:
+    info = committed(tmp_path / "made", window=1 << 20)
+    pieces = list(pieces_of(SavedFolder(tmp_path / "made"), info, 1 << 20))
+    assert take_in(other, pieces, info).window == 1024
+    assert other.find(info.saved_id).window == 1024
 
 
 def test_an_announcement_of_another_snapshot_is_refused(

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from modeld.cli.main import cli
 from modeld.client import AsyncClient, Client, InvalidRequest
-from modeld.client.calls import DecodeOptions
+from modeld.client.decode_options import DecodeOptions
 from modeld.supervisor.rpc.convert import decode_in
 from modeld.v1 import session_pb2
 from tests.support.fake_daemon import FakeDaemon

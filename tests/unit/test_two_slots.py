@@ -21,8 +21,8 @@ from modeld.shared.errors import (
 )
 from modeld.shared.messages import EngineDevice, Hello, UnloadOp
 from modeld.supervisor.fleet import HeartbeatLimits, WorkerKeeper
-from modeld.supervisor.model_slot import WhatIf
 from modeld.supervisor.planning import check_kv_types, served_types
+from modeld.supervisor.planning_slot import WhatIf
 from modeld.supervisor.rpc.services import Services
 from tests.support.slots import GIB, MIB, Machine, Slots, make_slots
 

@@ -1,0 +1,226 @@
+"""What the command says and does where sessions are restored, forked, closed and discarded."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from modeld.cli.exit_codes import Exit
+from modeld.cli.main import cli
+from modeld.shared import errors as typed
+from modeld.v1 import session_pb2 as pb
+from tests.support.fake_daemon import FakeDaemon, FakeSession
+
+Modeld = Callable[..., Result]
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="md") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def daemon(root: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(root) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def modeld(root: Path, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Modeld:
+    monkeypatch.setenv("MODELD_DATA_ROOT", str(root))
+
+    def run(*arguments: str, stdin: str | None = None) -> Result:
+        result = CliRunner().invoke(cli, arguments, input=stdin)
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return run
+
+
+def session_of(daemon: FakeDaemon, key: str) -> FakeSession:
+    (found,) = [s for s in daemon.world.sessions.values() if s.key == key]
+    return found
+
+
+def last(daemon: FakeDaemon, kind: type[Any]) -> Any:
+    return daemon.world.requests_of(kind)[-1]
+
+
+def kept(modeld: Modeld, *more: str) -> str:
+    """The id of a snapshot of the conversation 'me', which has gone on since."""
+    assert modeld("run", "tiny", "My name is Ada.", "--session", "me", *more).exit_code == 0
+    told = json.loads(modeld("sessions", "snapshot", "me", "--json").stdout)
+    modeld("run", "tiny", "And I like tea.", "--session", "me")
+    snapshot_id: str = told["snapshot_id"]
+    return snapshot_id
+
+
+# --- restore -------------------------------------------------------------------------------------
+
+
+def test_a_restore_under_a_new_key_takes_the_text_along_and_says_how_to_go_on(
+    modeld: Modeld, daemon: FakeDaemon, root: Path
+) -> None:
+    snapshot_id = kept(modeld)
+    result = modeld("sessions", "restore", "you", snapshot_id)
+    assert result.exit_code == 0
+    assert "you, a new session, holds " in result.stdout
+    assert f"copied from {root}/conversations/me.json" in result.stderr
+    assert "1 later exchange(s) are not in" in result.stderr
+    assert "modeld run tiny PROMPT --session you" in result.stderr
+    held = session_of(daemon, "you").tokens
+    modeld("run", "tiny", "What is it?", "--session", "you")
+    sent = last(daemon, pb.TurnRequest)
+    assert sent.session.session_id == session_of(daemon, "you").session_id
+    assert sent.prefix.segments[1].generated_turn_id
+    assert session_of(daemon, "you").tokens.startswith(held)
+    mine = json.loads((root / "conversations" / "me.json").read_text())
+    assert len(mine["exchanges"]) == 2  # the conversation itself is as it was
+
+
+def test_a_restore_without_its_text_says_that_there_is_none(modeld: Modeld, root: Path) -> None:
+    snapshot_id = kept(modeld)
+    (root / "conversations" / "me.json").unlink()
+    result = modeld("sessions", "restore", "you", snapshot_id)
+    assert result.exit_code == 0
+    assert "no text of it is kept here" in result.stderr
+    told = json.loads(modeld("sessions", "restore", "they", snapshot_id, "--json").stdout)
+    assert (told["opened"], told["conversation"]) == (True, None)
+    assert told["snapshot"]["snapshot_id"] == snapshot_id
+
+
+def test_a_restore_into_another_conversation_says_that_it_will_make_way(
+    modeld: Modeld, root: Path
+) -> None:
+    snapshot_id = kept(modeld)
+    modeld("run", "tiny", "Something else.", "--session", "you")
+    result = modeld("sessions", "restore", "you", snapshot_id)
+    assert "a new session" not in result.stdout
+    assert "you.json has none of its answers" in result.stderr
+    assert "go on with" not in result.stderr
+
+
+def test_a_session_is_found_by_its_id_too_with_its_text(
+    modeld: Modeld, daemon: FakeDaemon, root: Path
+) -> None:
+    snapshot_id = kept(modeld)
+    session_id = session_of(daemon, "me").session_id
+    told = json.loads(modeld("sessions", "restore", session_id, snapshot_id, "--json").stdout)
+    assert (told["opened"], told["conversation"]) == (
+        False,
+        str(root / "conversations" / "me.json"),
+    )
+    assert len(daemon.world.sessions) == 1
+    modeld("sessions", "fork", session_id, "you")
+    assert (root / "conversations" / "you.json").exists()
+
+
+def test_a_new_session_is_opened_as_the_one_that_was_saved(
+    modeld: Modeld, daemon: FakeDaemon
+) -> None:
+    snapshot_id = kept(modeld, "--overflow", "evict", "--window", "2048")
+    daemon.world.snapshots[snapshot_id].info.k_type = "q8_0"
+    modeld("sessions", "restore", "you", snapshot_id)
+    asked = last(daemon, pb.OpenSessionRequest)
+    assert (asked.overflow, asked.window) == (pb.OVERFLOW_EVICT, 2048)
+    assert (asked.k_type, asked.v_type) == ("q8_0", "f16")
+
+
+def test_the_model_is_found_by_its_content_where_it_has_another_name(
+    modeld: Modeld, daemon: FakeDaemon
+) -> None:
+    info = daemon.world.snapshots[kept(modeld)].info
+    info.model = "renamed"
+    assert modeld("sessions", "restore", "you", info.snapshot_id).exit_code == 0
+    assert last(daemon, pb.OpenSessionRequest).model == "tiny"
+    info.identity.model_digest = "0" * 64
+    result = modeld("sessions", "restore", "they", info.snapshot_id)
+    assert result.exit_code == Exit.NOT_FOUND
+    assert "digest is " + "0" * 64 in result.stderr
+
+
+# --- fork ----------------------------------------------------------------------------------------
+
+
+def test_a_durable_fork_says_whether_it_was_saved(modeld: Modeld, daemon: FakeDaemon) -> None:
+    modeld("run", "tiny", "hi", "--session", "me")
+    assert "saved" not in modeld("sessions", "fork", "me", "a").stderr
+    daemon.world.saved = pb.Saved(ok=True, written_bytes=2_000_000)
+    assert "saved (2.0 MB" in modeld("sessions", "fork", "me", "b", "--durable").stderr
+    daemon.world.saved = pb.Saved(ok=False, reason="STORAGE_FULL", detail="The quota is used up.")
+    result = modeld("sessions", "fork", "me", "c", "--durable")
+    assert result.exit_code == 0
+    assert "wasn't saved: STORAGE_FULL. The quota is used up." in result.stderr
+    told = json.loads(modeld("sessions", "fork", "me", "d", "--durable", "--json").stdout)
+    assert (told["saved"]["ok"], told["saved"]["reason"]) == (False, "STORAGE_FULL")
+
+
+def test_a_fork_whose_text_cannot_be_kept_leaves_nothing(
+    modeld: Modeld, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modeld("run", "tiny", "hi", "--session", "me")
+
+    def full(*_: object) -> None:
+        raise typed.StorageFull("No space left.")
+
+    monkeypatch.setattr("modeld.cli.conversations.save", full)
+    assert modeld("sessions", "fork", "me", "you", "--durable").exit_code == Exit.NO_ROOM
+    assert [s.key for s in daemon.world.sessions.values()] == ["me"]
+    assert daemon.world.kept_keys == set()
+
+
+@pytest.mark.parametrize("command", [("run", "tiny", "hi"), ("chat", "tiny")])
+def test_an_answer_that_was_not_saved_is_told_with_its_reason(
+    modeld: Modeld, daemon: FakeDaemon, command: tuple[str, ...]
+) -> None:
+    daemon.world.saved = pb.Saved(ok=False, reason="STORAGE_FULL", detail="Quota.", saved_unix_ms=5)
+    told = modeld(*command, "--session", "me", "--durable", stdin="hi\n").stderr
+    assert "wasn't saved: STORAGE_FULL. Quota. Its next answer saves it; what was saved" in told
+
+
+# --- close and list ------------------------------------------------------------------------------
+
+
+def test_what_is_saved_can_be_discarded_with_its_session_open_or_not(
+    modeld: Modeld, daemon: FakeDaemon
+) -> None:
+    def run() -> None:
+        assert modeld("run", "tiny", "hi", "--session", "me", "--durable").exit_code == 0
+        assert daemon.world.kept_keys == {"me"}
+
+    run()
+    assert "closed s-" in modeld("sessions", "close", "me", "--discard").stdout
+    assert daemon.world.kept_keys == set()
+    run()
+    assert "what was saved of it stays" in modeld("sessions", "close", "me").stderr
+    assert daemon.world.kept_keys == {"me"}
+    unknown = modeld("sessions", "close", "me")
+    assert unknown.exit_code == Exit.NOT_FOUND
+    assert "--session KEY` opens one" in unknown.stderr
+    discarded = modeld("sessions", "close", "me", "--discard")
+    assert discarded.stdout == "discarded what was saved of me\n"
+    assert daemon.world.kept_keys == set()
+    assert modeld("sessions", "close", "me", "--discard").exit_code == Exit.NOT_FOUND
+
+
+def test_both_lists_are_there_with_and_without_the_word(modeld: Modeld) -> None:
+    snapshot_id = kept(modeld)
+    for words, shown in ((("sessions",), "me"), (("snapshots",), snapshot_id)):
+        assert shown in modeld(*words, "list").stdout
+        assert shown in modeld(*words).stdout
+        assert json.loads(modeld(*words, "--json").stdout)[words[0]]
+
+
+def test_a_delete_that_fails_names_those_that_went_before(modeld: Modeld) -> None:
+    snapshot_id = kept(modeld)
+    result = modeld("snapshots", "delete", snapshot_id, "snap-none", "--json")
+    assert result.exit_code == Exit.NOT_FOUND
+    assert json.loads(result.stdout)["error"]["metadata"]["deleted"] == snapshot_id
