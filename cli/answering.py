@@ -134,10 +134,12 @@ def kept_conversation(
     *,
     overflow: str | None,
     durable: bool | None,
+    k_type: str,
+    v_type: str,
 ) -> Conversation:
     """The conversation of ``--session KEY``, or one that isn't kept ("").
 
-    What isn't said stays as the conversation had it.
+    What isn't said stays as the conversation had it. The cache types are said together.
     """
     if durable and not key:
         raise click.UsageError("--durable needs a --session KEY to come back by")
@@ -148,6 +150,8 @@ def kept_conversation(
     )
     conversation.overflow = overflow or conversation.overflow
     conversation.durable = conversation.durable if durable is None else durable
+    if k_type or v_type:
+        conversation.k_type, conversation.v_type = k_type, v_type
     return conversation
 
 

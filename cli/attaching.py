@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from modeld.client import (
     Client,
     ClientError,
     InvalidRequest,
     ModeldError,
+    Resolution,
     Session,
     SessionInfo,
     SessionNotFound,
@@ -36,6 +38,18 @@ def not_open(key_or_id: str) -> SessionNotFound:
     )
 
 
+def opened_as(info: SessionInfo, resolution: Resolution) -> dict[str, Any]:
+    """How a session was opened, but for its model, prompt format and adapters."""
+    return {
+        "profile_id": info.profile_id,
+        "k_type": resolution.k_type,
+        "v_type": resolution.v_type,
+        "overflow": info.overflow.value.removeprefix("OVERFLOW_").lower(),
+        "layout": info.layout.value.removeprefix("LAYOUT_").lower(),
+        "durable": info.durable,
+    }
+
+
 @contextlib.contextmanager
 def attached(client: Client, info: SessionInfo) -> Iterator[Session]:
     """An open session, attached by its key; detached again if it was before.
@@ -55,14 +69,9 @@ def attached(client: Client, info: SessionInfo) -> Iterator[Session]:
     session = client.open_session(
         info.model,
         session_key=info.session_key,
-        profile_id=info.profile_id,
         prompt_format=info.prompt_format,
-        k_type=resolution.k_type,
-        v_type=resolution.v_type,
-        overflow=info.overflow.value.removeprefix("OVERFLOW_").lower(),
-        layout=info.layout.value.removeprefix("LAYOUT_").lower(),
-        durable=info.durable,
         adapters=slots[0].identity.adapters if slots else (),
+        **opened_as(info, resolution),
     )
     try:
         yield session

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from modeld.client import (
     GeneratedTurn,
@@ -56,7 +57,7 @@ def encoded(images: Sequence[Image]) -> list[str]:
 class Conversation:
     """A transcript; ``system`` is what stands before the first exchange.
 
-    ``overflow`` and ``durable`` are how its session is opened where the caller doesn't say.
+    From ``overflow`` on it is how its session is opened where the caller doesn't say.
     """
 
     prompt_format: str
@@ -65,6 +66,15 @@ class Conversation:
     exchanges: list[Exchange] = field(default_factory=list)
     overflow: str = "refuse"
     durable: bool = False
+    k_type: str = ""  # "": the daemon's
+    v_type: str = ""
+    layout: str = "isolated"
+    profile_id: str = ""
+
+    def opening(self) -> dict[str, Any]:
+        """How its session is opened, as options of ``open_session``."""
+        names = ("overflow", "durable", "k_type", "v_type", "layout", "profile_id")
+        return {name: getattr(self, name) for name in names}
 
     def items(self) -> list[Message | GeneratedTurn | Text]:
         """All that was said as a prompt's pieces, what the model is told first included."""
@@ -154,6 +164,10 @@ def load(data_root: Path, key: str, prompt_format: str, model: str) -> Conversat
             [Exchange(**exchange) for exchange in data["exchanges"]],
             str(data.get("overflow", "refuse")),
             bool(data.get("durable", False)),
+            str(data.get("k_type", "")),
+            str(data.get("v_type", "")),
+            str(data.get("layout", "isolated")),
+            str(data.get("profile_id", "")),
         )
         for exchange in kept.exchanges:
             exchange.shown()

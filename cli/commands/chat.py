@@ -80,7 +80,14 @@ def chat(
     options = DecodeOptions(stop=stop, **sampling)
     options.to_proto()  # refused, if it must be, before anything is started
     kept = kept_conversation(
-        settings, session_key, "chat", model, overflow=overflow, durable=durable
+        settings,
+        session_key,
+        "chat",
+        model,
+        overflow=overflow,
+        durable=durable,
+        k_type=k_type,
+        v_type=v_type,
     )
     kept.system = [system] if system else kept.system
     client, _started = connect_or_start(settings, may_start=not no_start)
@@ -92,11 +99,8 @@ def chat(
             prompt_format="chat",
             session_key=session_key,
             window=window,
-            k_type=k_type,
-            v_type=v_type,
             no_wait=no_wait,
-            overflow=kept.overflow,
-            durable=kept.durable,
+            **kept.opening(),
         )
         try:
             _Talk(settings, session, kept, session_key, options, no_wait).run()

@@ -52,9 +52,9 @@ numbers at the end says how many tokens of each were reused and how many were re
 With --session KEY the conversation goes on from run to run: its text is kept in
 conversations/KEY.json of the data root, readable by you alone, and sent along each time. While the
 daemon holds the session, nothing of it is read again; after that it is read anew from the text.
---system, --prefix-file, --overflow and --durable need to be given only the first time. A key
-belongs to one model; another --window or cache type opens its session anew. To forget it, remove
-the file, and end its session with `modeld sessions close KEY --discard`.
+--system, --prefix-file, --overflow, --durable, --k-type and --v-type need to be given only the
+first time. A key belongs to one model; another --window or cache type opens its session anew. To
+forget it, remove the file, and end its session with `modeld sessions close KEY --discard`.
 
 With --overflow evict the conversation goes on beyond the window: what is neither at its head nor
 recent goes out of the model's attention, and the line of numbers says how many tokens are parked
@@ -156,7 +156,14 @@ def run(
     stable = [part for part in (system, texts.file(prefix_file)) if part]
     prompt_format = "raw" if raw else "chat"
     conversation = kept_conversation(
-        settings, session_key, prompt_format, model, overflow=overflow, durable=durable
+        settings,
+        session_key,
+        prompt_format,
+        model,
+        overflow=overflow,
+        durable=durable,
+        k_type=k_type,
+        v_type=v_type,
     )
     conversation.system = stable or conversation.system
     constraint = structured(json_schema, regex, grammar)
@@ -171,11 +178,8 @@ def run(
             prompt_format=prompt_format,
             session_key=session_key,
             window=window,
-            k_type=k_type,
-            v_type=v_type,
             no_wait=no_wait,
-            overflow=conversation.overflow,
-            durable=conversation.durable,
+            **conversation.opening(),
             **session_options(client, model, wanted),
         )
         snapshot: SnapshotInfo | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import click
 
 from modeld.cli import conversations, texts
 from modeld.cli.answering import tell_unsaved
-from modeld.cli.attaching import attached, found, having
+from modeld.cli.attaching import attached, found, having, opened_as
 from modeld.cli.daemon_start import connect
 from modeld.cli.main import Settings, global_options, pass_settings
 from modeld.cli.output import count, emit_json, note, say, seconds, size, table
@@ -120,15 +121,16 @@ def restore(settings: Settings, key: str, snapshot_id: str) -> None:
         if those:
             with attached(client, those[0]) as session:
                 key = those[0].session_key
-                restored, text = _restored(settings, session, key, snapshot_id)
+                restored, text = _restored(settings, client, session, key, snapshot_id)
         else:
             session = _opened_like(client, kept, key)
             try:
-                restored, text = _restored(settings, session, key, snapshot_id)
+                restored, text = _restored(settings, client, session, key, snapshot_id)
             except BaseException:
                 session.close()
                 raise
             session.detach()
+        how = text and _going_on(client, session, key)
     if settings.json:
         emit_json({**to_plain(restored), "opened": not those, "conversation": text and str(text)})
         return
@@ -137,12 +139,22 @@ def restore(settings: Settings, key: str, snapshot_id: str) -> None:
         f"{key}{'' if those else ', a new session,'} holds {count(restored.tokens)} tokens of "
         f"{snapshot_id} ({seconds(restored.seconds)}, {exact})"
     )
-    if text is not None:
-        note(f"go on with `modeld run {session.model} PROMPT --session {key}`")
+    if how is not None:
+        note(f"go on with `{how}`")
+
+
+def _going_on(client: Client, session: Session, key: str) -> str:
+    """The command; what the conversation doesn't remember of how its session was opened is said."""
+    adapters = session.identity.adapters
+    names = {one.digest: one.name for one in client.models()} if adapters else {}
+    words = ["modeld run", session.model, "PROMPT --session", key]
+    words += ["--raw"] if session.identity.prompt_format == "raw" else []
+    words += [f"--adapter {names.get(a.digest, a.digest)}={a.scale!r}" for a in adapters]
+    return " ".join(words)
 
 
 def _restored(
-    settings: Settings, session: Session, key: str, snapshot_id: str
+    settings: Settings, client: Client, session: Session, key: str, snapshot_id: str
 ) -> tuple[Restored, Path | None]:
     """The session's restore, and where its conversation's text is, back with it; None: nowhere."""
     path, model = conversations.path_of(settings.root, key), session.model
@@ -150,6 +162,7 @@ def _restored(
     kept: conversations.Conversation | None = None
     if path.exists():  # read first: what can't be used is refused before anything changes
         kept = conversations.load(settings.root, key, prompt_format, model)
+    opened = opened_as(found(client, session.handle.session_id), session.resolution)
     restored = session.restore(snapshot_id)
     turns = restored.generated_turn_ids
     if kept is None:
@@ -162,8 +175,10 @@ def _restored(
             )
             return restored, None
         source, kept = text
-        kept.durable = False  # this session isn't
         note(f"its text is copied from {source} to {path}")
+    if kept.durable and not opened["durable"]:
+        note("this session isn't durable: it is not saved after each answer", "yellow")
+    kept = replace(kept, **opened)  # so that `run --session` finds this session as it is
     later = kept.back_to(set(turns), session.handle.session_id)
     conversations.save(settings.root, key, kept)
     if later:
@@ -233,7 +248,7 @@ def fork(settings: Settings, key: str, new_key: str, durable: bool) -> None:
         with attached(client, source) as session:
             branch = session.fork(session_key=new_key, durable=durable)
             try:
-                _copy_text(settings, session, branch, source.session_key, new_key, durable)
+                _copy_text(settings, client, session, branch, source.session_key, new_key)
                 branch.detach()
             except BaseException:
                 branch.close(discard=True)
@@ -250,7 +265,7 @@ def fork(settings: Settings, key: str, new_key: str, durable: bool) -> None:
 
 
 def _copy_text(
-    settings: Settings, session: Session, branch: Session, key: str, new_key: str, durable: bool
+    settings: Settings, client: Client, session: Session, branch: Session, key: str, new_key: str
 ) -> None:
     if not conversations.path_of(settings.root, key).exists():
         return
@@ -258,6 +273,6 @@ def _copy_text(
     kept = conversations.load(settings.root, key, prompt_format, session.model)
     shared = {e.turn_id for e in kept.exchanges if branch.has_turn(e.turn_id)}
     kept.moved(shared, branch.handle.session_id)
-    kept.durable = durable
-    conversations.save(settings.root, new_key, kept)
+    opened = opened_as(found(client, branch.handle.session_id), session.resolution)
+    conversations.save(settings.root, new_key, replace(kept, **opened))
     note(f"its text is copied to {conversations.path_of(settings.root, new_key)}")

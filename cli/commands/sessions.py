@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import click
 
 from modeld.cli.attaching import having, not_open
@@ -9,7 +11,7 @@ from modeld.cli.commands import session_state
 from modeld.cli.daemon_start import connect
 from modeld.cli.main import Settings, global_options, pass_settings
 from modeld.cli.output import ago, count, emit_json, note, say, seconds, table
-from modeld.client import Overflow, SessionInfo
+from modeld.client import Client, Overflow, SessionInfo, SessionNotFound
 
 
 @click.group(invoke_without_command=True, short_help="List, show, keep, branch and close sessions.")
@@ -61,6 +63,7 @@ def close(settings: Settings, key_or_id: str, discard: bool) -> None:
     with connect(settings) as client:
         those = having(client, key_or_id)
         retained = [client.close_session(s.session, discard=discard) for s in those]
+        discarded = _discarded(client, those) if discard else []
         if not those:
             if not discard:
                 raise not_open(key_or_id)
@@ -76,8 +79,20 @@ def close(settings: Settings, key_or_id: str, discard: bool) -> None:
         say(f"discarded what was saved of {key_or_id}")
     else:
         say(f"closed {', '.join(s.session.session_id for s in those)}")
+        for key in discarded:
+            say(f"discarded what was saved of {key}")
         if any(s.durable for s in those) and not discard:
             note("what was saved of it stays; `close --discard` with its key removes it")
+
+
+def _discarded(client: Client, those: list[SessionInfo]) -> list[str]:
+    """Forget what a durable session left saved under the key of one that isn't; the keys."""
+    gone = []
+    for key in sorted({s.session_key for s in those if s.session_key and not s.durable}):
+        with contextlib.suppress(SessionNotFound):
+            client.discard_saved(key)
+            gone.append(key)
+    return gone
 
 
 for command in (

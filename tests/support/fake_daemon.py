@@ -567,7 +567,7 @@ class Servicer(
             session.attached = False
         else:
             del self.w.sessions[session.session_id]
-        if request.discard:
+        if request.discard and session.durable:
             self.w.kept_keys.discard(session.key)
         return session_pb2.CloseSessionResponse(retained_tokens=len(session.tokens))
 

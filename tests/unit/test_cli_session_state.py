@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from modeld.cli.exit_codes import Exit
 from modeld.cli.main import cli
+from modeld.client import Client
 from modeld.shared import errors as typed
 from modeld.v1 import session_pb2 as pb
 from tests.support.fake_daemon import FakeDaemon, FakeSession
@@ -134,6 +135,63 @@ def test_a_new_session_is_opened_as_the_one_that_was_saved(
     assert (asked.k_type, asked.v_type) == ("q8_0", "f16")
 
 
+@pytest.mark.parametrize("kept_before", [False, True])
+def test_after_a_restore_into_a_programs_session_run_finds_it_as_it_was_opened(
+    modeld: Modeld, daemon: FakeDaemon, root: Path, kept_before: bool
+) -> None:
+    snapshot_id = kept(modeld)
+    if kept_before:
+        text = root / "conversations" / "me.json"
+        (root / "conversations" / "you.json").write_text(text.read_text())
+    with Client.connect(root) as program:
+        program.open_session("tiny", session_key="you", durable=True, overflow="evict", window=2048)
+        result = modeld("sessions", "restore", "you", snapshot_id)
+        assert "modeld run tiny PROMPT --session you`" in result.stderr
+        assert modeld("run", "tiny", "What is it?", "--session", "you").exit_code == 0
+    asked = last(daemon, pb.OpenSessionRequest)
+    assert (asked.durable, asked.overflow) == (True, pb.OVERFLOW_EVICT)
+    assert (asked.k_type, asked.v_type) == ("f16", "f16")
+    assert last(daemon, pb.TurnRequest).prefix.segments[1].generated_turn_id
+    modeld("sessions", "fork", "you", "they")
+    modeld("run", "tiny", "And now?", "--session", "they")
+    asked = last(daemon, pb.OpenSessionRequest)
+    assert (asked.durable, asked.overflow) == (False, pb.OVERFLOW_EVICT)
+
+
+def test_a_restore_says_where_a_durable_conversation_is_in_a_session_that_is_not(
+    modeld: Modeld, daemon: FakeDaemon
+) -> None:
+    snapshot_id = kept(modeld, "--durable")
+    modeld("sessions", "close", "me")
+    assert "isn't durable" in modeld("sessions", "restore", "me", snapshot_id).stderr
+    modeld("run", "tiny", "What is it?", "--session", "me")
+    assert not last(daemon, pb.OpenSessionRequest).durable
+
+
+def test_the_way_to_go_on_names_the_flags_that_a_conversation_does_not_remember(
+    modeld: Modeld, daemon: FakeDaemon
+) -> None:
+    assert modeld("run", "tiny", "Once", "--session", "me", "--raw").exit_code == 0
+    told = json.loads(modeld("sessions", "snapshot", "me", "--json").stdout)
+    session_of(daemon, "me").identity.adapters.add(digest="d" * 64, scale=0.5)
+    result = modeld("sessions", "restore", "me", told["snapshot_id"])
+    assert f"PROMPT --session me --raw --adapter {'d' * 64}=0.5`" in result.stderr
+
+
+def test_the_cache_types_of_a_conversation_are_remembered_until_others_are_given(
+    modeld: Modeld, daemon: FakeDaemon
+) -> None:
+    def asked(*flags: str) -> tuple[str, str]:
+        assert modeld("run", "tiny", "hi", "--session", "me", *flags).exit_code == 0
+        request = last(daemon, pb.OpenSessionRequest)
+        return request.k_type, request.v_type
+
+    assert asked("--k-type", "q8_0", "--v-type", "f16") == ("q8_0", "f16")
+    assert asked() == ("q8_0", "f16")
+    assert asked("--k-type", "f16") == ("f16", "")
+    assert asked() == ("f16", "")
+
+
 def test_the_model_is_found_by_its_content_where_it_has_another_name(
     modeld: Modeld, daemon: FakeDaemon
 ) -> None:
@@ -209,6 +267,20 @@ def test_what_is_saved_can_be_discarded_with_its_session_open_or_not(
     assert discarded.stdout == "discarded what was saved of me\n"
     assert daemon.world.kept_keys == set()
     assert modeld("sessions", "close", "me", "--discard").exit_code == Exit.NOT_FOUND
+
+
+def test_what_is_saved_is_discarded_where_a_session_that_is_not_durable_has_its_key(
+    modeld: Modeld, daemon: FakeDaemon
+) -> None:
+    modeld("run", "tiny", "hi", "--session", "me", "--durable")
+    modeld("sessions", "close", "me")
+    modeld("run", "tiny", "hi", "--session", "me", "--no-durable")
+    assert "discarded what was saved of me" in modeld("sessions", "close", "me", "--discard").stdout
+    assert (daemon.world.kept_keys, daemon.world.sessions) == (set(), {})
+    modeld("run", "tiny", "hi", "--session", "me")
+    nothing_saved = modeld("sessions", "close", "me", "--discard")
+    assert nothing_saved.exit_code == 0
+    assert "discarded" not in nothing_saved.stdout
 
 
 def test_both_lists_are_there_with_and_without_the_word(modeld: Modeld) -> None:
