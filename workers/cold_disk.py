@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modeld.shared.errors import InsufficientMemory, InvalidRequest, StorageFull
-from modeld.workers.new_files import Live, nobody
+from modeld.workers.new_files import Cancelled, Live, nobody
 from modeld.workers.state_file import (
     PARTIAL_SUFFIX,
     StateFile,
@@ -100,8 +100,8 @@ class ColdFolder:
     def write(
         self, header: StateHeader, state: State, rank: int, live: Live
     ) -> tuple[Path, int] | None:
-        """The new file and its bytes; None where it can't be written, which leaves nothing. Raises
-        Cancelled, which leaves nothing either.
+        """The new file and its bytes; None where it can't be written for whatever reason, which
+        leaves nothing. Raises Cancelled, which leaves nothing either.
         """
         parts = (self._mark, header.chain_before, header.chain, f"{header.begin}-{header.end}")
         path = self._folder / f"{'.'.join(parts)}.{rank}{_SUFFIX}"
@@ -109,6 +109,11 @@ class ColdFolder:
             written = write_state(path, header, 1, [(header.end, state)], live)
         except (StorageFull, InvalidRequest, OSError) as error:
             log.warning("a block isn't kept on disk: %s", error)
+            return None
+        except Cancelled:
+            raise
+        except Exception:  # such as no memory for it: a block is worth no operation's failure
+            log.exception("a block isn't kept on disk")
             return None
         return path, written.file_bytes
 
@@ -141,8 +146,6 @@ def read_block(path: Path, spare_bytes: Callable[[], int], live: Live = nobody) 
         except InsufficientMemory as error:
             log.info("%s", error.message)
             return None
-    with contextlib.suppress(OSError):  # what was used lately is listed as such
-        os.utime(path)
     return states[0]
 
 
@@ -151,6 +154,12 @@ def _check_named(path: Path, file: StateFile) -> None:
     named = f".{header.chain_before}.{header.chain}.{header.begin}-{header.end}."
     if named not in path.name:
         raise InvalidRequest.of("path", path.name, "the file of this block")
+
+
+def mark_used(path: Path) -> None:
+    """What was used lately is listed as such at a later load."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
 
 
 def remove(path: Path) -> None:

@@ -25,6 +25,7 @@ from modeld.workers.cold_disk import (
     Found,
     Maker,
     file_bytes,
+    mark_used,
     read_block,
     read_ids,
     remove,
@@ -160,6 +161,8 @@ class ColdStore:
             if block is not None:
                 block.rank = max(self._rank(block), rank)
                 block.used = self._tick
+                if block.path is not None:
+                    mark_used(block.path)
 
     @contextlib.contextmanager
     def holding(self, keys: Iterable[str]) -> Iterator[None]:
@@ -204,6 +207,7 @@ class ColdStore:
             other = self._blocks[match.key]
             if match.end < block.end and match.common == len(match.ids) and not other.held:
                 names = (other.key, *other.names)
+                block.rank = max(block.rank, self._rank(other))
                 self.remove(other.key)
                 block.names += names
                 self._names.update(dict.fromkeys(names, block))
@@ -372,10 +376,11 @@ class ColdStore:
             return False
         if not self._room_on_disk(block, file_bytes(block.header, block.state.nbytes)):
             return False
-        written = self._folder.write(block.header, block.state, block.rank, self.live())
+        rank = self._rank(block)  # what had lapsed in RAM has lapsed for good
+        written = self._folder.write(block.header, block.state, rank, self.live())
         if written is None:
             return False
-        block.path, block.size = written
+        block.rank, (block.path, block.size) = rank, written
         self.disk_bytes += block.size
         block.header = block.state = None
         return True

@@ -182,9 +182,11 @@ class SessionCore:
 
     def _drop_model(self, keep_s: float, live: Live = nobody) -> None:
         model, self._model = self._model, None
-        if model is not None:
-            model.close(keep_s, live)
-        self._engine.unload()
+        try:
+            if model is not None:
+                model.close(keep_s, live)
+        finally:
+            self._engine.unload()
 
     @property
     def model(self) -> LoadedModel:

@@ -69,14 +69,18 @@ class OpenSessions:
     @contextlib.contextmanager
     def changing(self, session: Session) -> Iterator[None]:
         """While KV is being changed: whatever leaves its state unknown ends the session."""
+        refusal: ModeldError | None = None
         try:
-            yield
+            try:
+                yield
+            except SessionFatal:
+                raise
+            except ModeldError as error:
+                refusal = error
             if session.context is not None:
                 session.context.settle()
         except SessionFatal as error:
             self._condemn(session, error.metadata.get("cause", "engine_error"))
-            raise
-        except ModeldError:
             raise
         except Exception as error:
             log.exception("an operation failed while it changed KV")
@@ -86,6 +90,8 @@ class OpenSessions:
                 "trusted and was destroyed. Open a new session.",
                 metadata={"cause": "engine_error", "session_id": session.session_id},
             ) from None
+        if refusal is not None:
+            raise refusal
 
     def _condemn(self, session: Session, cause: str) -> None:
         entry, session.context, session.fatal_cause = session.context, None, cause

@@ -74,7 +74,7 @@ def resume(session: Session, pool: ContextPool, *, reused: bool, began_s: float)
     session.parked = None
     known = np.asarray(session.known_tokens(), dtype=np.int32)
     if entry.kv_digest != session.kv_digest:
-        entry.park()
+        entry.park_last()
         entry.trim(0)
         entry.kv_digest, entry.runtime_digest = session.kv_digest, session.runtime_digest
     found = _kept(entry, common_prefix(entry.tokens, known))

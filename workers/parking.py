@@ -10,10 +10,11 @@ their ids don't say what they were computed from.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,6 +101,21 @@ class Parking:
         """
         self._serving.live = live
 
+    @contextlib.contextmanager
+    def unstopped(self) -> Iterator[None]:
+        """Meanwhile what this thread does shows life as before, but no cancel stops it."""
+        live = self.live
+
+        def beat() -> None:
+            with contextlib.suppress(Cancelled):
+                live()
+
+        self.serve(beat)
+        try:
+            yield
+        finally:
+            self.serve(live)
+
     @property
     def gives_ranges(self) -> bool:
         """Whether parts of what is held are stored, and come back behind what was before them."""
@@ -143,6 +159,7 @@ class Parking:
         """
         stored: dict[int, str] = {}
         self._store(stored, entry, begin, end, ranks, in_ram)
+        entry.settle()
         return stored
 
     def _store(
@@ -341,14 +358,16 @@ class Parking:
             # Not now, or not here: the block is as good as it was, its tokens are evaluated.
             log.info("a block isn't brought back: %s", error)
             return False
-        if taken and not self._tried and not self._same(entry, match, state):
+        wrong = taken and not self._tried and not self._same(entry, match, state)
+        if wrong:
             log.error("this model's state comes back as other bytes: nothing is parked any more")
             entry.trim(begin if entry.can_keep(begin) else 0)
-            self._off, taken = True, False
-        if not taken:
+        if wrong or not taken:
             self.failed += 1
             self.store.remove(match.key)
-        return taken
+        if wrong:
+            self.close()  # what lies on disk is proved again before a later load trusts it
+        return taken and not wrong
 
     def _same(self, entry: PooledContext, match: Match, state: State) -> bool:
         """What wasn't tried at load: that what went in comes out again, byte by byte."""
@@ -384,10 +403,15 @@ class Parking:
                 raise Cancelled
 
         self.serve(until)
-        kept = self.store.flush()
-        self.serve(nobody)
-        if kept:
-            log.info("%d parked blocks went to disk before the model goes", kept)
+        try:
+            kept = self.store.flush()
+        except Exception:  # the model goes nevertheless
+            log.exception("parked blocks aren't all kept")
+        else:
+            if kept:
+                log.info("%d parked blocks went to disk before the model goes", kept)
+        finally:
+            self.serve(nobody)
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""

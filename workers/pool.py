@@ -15,6 +15,7 @@ from modeld.shared.messages import PlacedOut
 from modeld.workers.batched_contexts import BatchedContexts
 from modeld.workers.batching import Gate
 from modeld.workers.engine import BatchingEngine, Engine, EngineContext
+from modeld.workers.new_files import Cancelled
 from modeld.workers.pooled_context import PooledContext, Shape, Tokens, common_prefix
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class ContextPool:
         """A second, empty context like ``mine`` for its owner, and whether the pool had it.
 
         One that is reclaimable first, so that the slot grows for no longer than it must; what it
-        held goes. Raises InsufficientMemory with the numbers.
+        held goes. Raises InsufficientMemory with the numbers, and Cancelled.
         """
         if mine.shape.streams:
             like = [self.batched.take(mine.shape)]
@@ -194,7 +195,8 @@ class ContextPool:
         taken = entry is not None
         if entry is None:
             entry, taken = self._make_room(mine.shape, 0)
-        entry.park()
+        if not entry.park():
+            raise Cancelled
         entry.trim(0)
         entry.owner = mine.owner
         self.touch(entry)
@@ -212,9 +214,10 @@ class ContextPool:
         return pair not in self._copy_failed and source.can_keep(count)
 
     def copy(self, mine: PooledContext, source: PooledContext, count: int) -> bool:
-        """Make ``mine`` hold the first ``count`` tokens of ``source``; False (and empty) if not."""
+        """Make ``mine``, of which nothing else is needed any more, hold the first ``count`` tokens
+        of ``source``; False (and empty) if not.
+        """
         self.touch(source)
-        mine.park(common_prefix(mine.tokens, source.tokens[:count]))
         try:
             if mine.copy_from(source, count):
                 return True
@@ -243,7 +246,7 @@ class ContextPool:
     def _park_last(self, entry: PooledContext, *, in_ram: bool) -> None:
         """The context goes: that it can't be parked is no session's failure."""
         try:
-            entry.park(in_ram=in_ram)
+            entry.park_last(in_ram=in_ram)
         except SessionFatal as error:
             log.warning("a context that goes isn't parked: %s", error.message)
 
@@ -304,6 +307,8 @@ class ContextPool:
                 )
                 break
             except InsufficientMemory as error:
+                if self._free_spare(1):
+                    continue
                 if self.parking is not None and self.parking.make_way(error):
                     continue
                 if not self._free_contexts(1):
@@ -357,11 +362,16 @@ class ContextPool:
         return any(common == size for common in others) or self._is_stored(entry)
 
     def _is_stored(self, entry: PooledContext) -> bool:
-        """Whether the cold store has all that it holds."""
+        """Whether the cold store has all that it holds. Asking is a use: what else is stored makes
+        way first.
+        """
         size, tokens, parking = len(entry), entry.tokens, self.parking
         if not size:
             return True
-        return parking is not None and parking.reach(entry.kv_digest, tokens, entry.window) == size
+        if parking is None or parking.reach(entry.kv_digest, tokens, entry.window) != size:
+            return False
+        entry.park_last()
+        return True
 
     def _give_back(self, shape: Shape, free_bytes: int) -> PooledContext | None:
         """A reclaimable context of this shape, or None after freeing ``free_bytes``."""

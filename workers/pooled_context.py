@@ -111,6 +111,12 @@ class PooledContext:
         self.settle()
         return parked
 
+    def park_last(self, *, in_ram: bool = True) -> None:
+        """``park`` of all, which goes whatever happens: no cancel stops it. Raises SessionFatal."""
+        if self.parking is not None:
+            with self.parking.unstopped():
+                self.park(in_ram=in_ram)
+
     def trim(self, keep: int) -> None:
         """Go back to ``keep`` tokens; raises SessionFatal if the engine won't."""
         if keep == self._length:

@@ -160,12 +160,14 @@ class Prefill:
     def advance(self, end: int, context: OpContext) -> bool:
         """Bring the first ``end`` tokens of the prompt into the context; False when cancelled."""
         session, entry = self._session, self._session.entry
+        parked = True
         if entry.samples_itself is not None:
             self._ask(end, context)
         elif self._position < end:
             faults.point("prefill")
             done = 0
-            if entry.park(self._position):  # else cancelled: what is held stays
+            parked = entry.park(self._position)
+            if parked:  # else cancelled: what is held stays
                 entry.trim(self._position)
                 show_images(session)
                 new = self._assembled.tokens[self._position : end]
@@ -174,7 +176,8 @@ class Prefill:
             self._position += done
             self._evaluated += done
             session.counters["evaluated_tokens"] += done
-        entry.ranks = self._ranks
+        if parked:
+            entry.ranks = self._ranks
         session.logical = min(self._position, end)
         arrived = session.logical == end
         session.counters["cancelled_ops"] += not arrived
@@ -247,7 +250,7 @@ class Prefill:
             return False
         held_something = len(entry) > 0
         session.logical = self._stayed = 0
-        entry.park()
+        entry.park_last()
         entry.trim(0)
         entry.kv_digest, entry.runtime_digest = session.kv_digest, session.runtime_digest
         return held_something
@@ -270,6 +273,8 @@ class Prefill:
             session.context = other
             session.counters["adopted_contexts"] += 1
         else:
+            if not mine.park(common_prefix(mine.tokens, other.tokens[: best.keep])):
+                return own  # cancelled: what is held stays
             session.logical = 0
             if not pool.copy(mine, other, best.keep):
                 return _Find(0, 0, own.cannot_trim)

@@ -234,7 +234,7 @@ def fork(
     mine, count = source.entry, len(held(source))
     entry, reused = pool.acquire(op.new_session_id, mine.shape, op.free_bytes, op.compute_bytes)
     try:
-        entry.park()
+        entry.park_last()
         if not count:
             entry.trim(0)
         elif not entry.copy_from(mine, count):

@@ -109,7 +109,8 @@ def _bring_in(session: Session, pool: ContextPool, incoming: state_import.Incomi
                 raise
             # All that it holds is another session's cache, which may go once all is verified.
             incoming.verify()
-            session.entry.park()
+            if not session.entry.park():
+                raise Cancelled from None
             session.entry.trim(0)
         else:
             return

@@ -113,6 +113,7 @@ class Incoming:
                 if not entry.import_state(state, self.tokens[begin:end]):
                     raise not_taken(begin, end)
                 begin = end
+        entry.settle()
 
     def _parts(self) -> Generator[tuple[int, State], None, None]:
         return read_ahead(self._files, MemoryGuard().spare_bytes, self._live)
@@ -130,7 +131,8 @@ def append(session: Session, incoming: Incoming) -> None:
     """Behind what the context holds, which stays: undone by going back."""
     entry, begin = session.entry, incoming.begin
     if not begin:
-        entry.park()
+        if not entry.park():
+            raise Cancelled
         entry.trim(0)  # of another kv_digest, which this session could never use
         entry.kv_digest, entry.runtime_digest = session.kv_digest, session.runtime_digest
     try:

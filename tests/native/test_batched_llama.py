@@ -246,6 +246,25 @@ def test_what_came_in_is_there_whatever_is_done_next(batch: LlamaStreams) -> Non
     fill(taker, TOKENS[1][:5])
 
 
+def test_going_back_to_what_was_held_gives_the_engine_nothing_of_what_came_in(
+    batch: LlamaStreams, copied: list[int]
+) -> None:
+    source, taker = batch.streams[0], batch.streams[2]
+    fill(source, TOKENS[0][:80])
+    expected = source.logits().copy()
+    parts = [(source.export_state(at, at + 20), at + 20) for at in (20, 40)]
+    source.settle()
+    fill(taker, TOKENS[0][:20])
+    for part, end in parts:
+        assert taker.import_state(part, end)
+    copied.clear()
+    taker.trim(20)
+    assert copied == []
+    taker.evaluate(TOKENS[0][20:80], 20, cancelled=never)
+    assert taker.length == 80
+    assert int(taker.logits().argmax()) == int(expected.argmax())
+
+
 def test_an_engine_that_does_not_take_back_what_was_held_ends_that_session_only(
     batch: LlamaStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:

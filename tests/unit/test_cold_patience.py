@@ -8,12 +8,16 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from modeld.shared.errors import SessionFatal
+from modeld.shared.errors import DigestMismatch, InsufficientMemory, SessionFatal
 from modeld.shared.messages import (
+    ForkOp,
+    ImportOp,
+    ImportResult,
     OpenOp,
     ParkOp,
     ParkResult,
@@ -26,6 +30,7 @@ from modeld.workers import cold_disk, new_files
 from modeld.workers.cold_store import BLOCK_TOKENS, HOLDS, ColdStore
 from modeld.workers.new_files import Cancelled, Live
 from modeld.workers.state_file import token_chains
+from tests.support.batch_rig import BatchingFake
 from tests.support.cold import (
     GIB,
     IDS,
@@ -45,7 +50,7 @@ from tests.support.cold import (
 from tests.support.core_harness import FakeOp, options, raw
 from tests.support.evicting import Evicting, numbered
 from tests.support.fake_engine import FakeContext
-from tests.support.residency import fork
+from tests.support.residency import export, fork
 
 WHOLE_A = 680 * 16 + 4 * (256 + 512 + 680)  # bytes of A's three blocks in RAM
 
@@ -180,6 +185,123 @@ def test_a_cancelled_parking_tells_what_it_stored_and_gives_the_context_up(tmp_p
     harness.close("b", discard=True)
     assert harness.resume().missing == 0
     assert answer(harness, raw(A)) == first
+
+
+def test_a_cancel_before_another_s_kv_is_copied_leaves_what_was_held() -> None:
+    harness = Parked(max_contexts=2)
+    harness.open("a", window=1024)
+    harness.open("b", window=1024)
+    harness.ensure(raw(B), "b")
+    harness.ensure(raw(A), "a")
+    harness.ensure(raw(B), "a", FakeOp(cancel_at=0))
+    assert harness.core.cold_bytes == 0
+    status = harness.ensure(raw(A), "a")
+    assert (status.reused, status.restored, status.prefilled) == (680, 0, 0)
+    harness.check_records()
+    assert harness.ensure(raw(B), "a").copied == 680
+
+
+def test_a_cancel_loses_nothing_of_a_context_that_goes_anyway() -> None:
+    harness = Parked(max_contexts=2)
+    harness.open("a", window=1024)
+    harness.ensure(raw(A), "a")
+    harness.close("a")
+    op = OpenOp(
+        session_id="b", prompt_format="raw", window=1024, k_type="f16", v_type="f16",
+        kv_digest="other", runtime_digest="rt",
+    )  # fmt: skip
+    harness.engine.cell_limit = 1024  # no second one: it is taken
+    harness.run(op)
+    harness.ensure(raw(B), "b", FakeOp(cancel_at=0))
+    assert len(harness.entry("b")) == 0
+    harness.close("b")
+    harness.open("c", window=900)
+    assert harness.ensure(raw(A), "c").restored == 680
+
+
+def test_a_cancelled_fork_loses_nothing_of_the_context_that_it_takes() -> None:
+    harness = Parked(max_contexts=2)
+    for name, text in (("a", A), ("b", B)):
+        harness.open(name, window=1024)
+        harness.ensure(raw(text), name)
+    harness.close("b")
+    harness.run(ForkOp(session_id="a", new_session_id="c"), FakeOp(cancel_at=0))
+    assert harness.ensure(raw(B), "c").restored == 680
+    assert harness.ensure(raw(A), "a").prefilled == 0
+
+
+def test_a_cancelled_restore_leaves_the_contexts_that_it_would_have_taken(tmp_path: Path) -> None:
+    harness = Parked(max_contexts=2)
+    for name, text in (("a", A), ("b", B)):
+        harness.open(name, window=1024)
+        harness.ensure(raw(text), name)
+    file = tmp_path / "b.kv"
+    export(harness, file, session_id="b")
+    harness.close("b")
+    op = ImportOp(session_id="a", path=str(file))
+    for polls in range(4):
+        result = harness.run(op, FakeOp(cancel_at=polls))
+        assert isinstance(result, ImportResult)
+        assert result.cancelled
+        harness.open("b", window=1024)
+        assert harness.ensure(raw(B), "b").prefilled == 0
+        assert harness.ensure(raw(A), "a").prefilled == 0
+        harness.close("b")
+
+
+def test_a_cancelled_parking_does_not_give_what_is_held_the_next_prompt_s_classes() -> None:
+    harness = Parked()
+    harness.open("a", window=1024)
+    harness.ensure(PromptIn(segments=[SegmentIn(text=A, cache_class="task_pinned")]))
+    ranks = harness.entry().ranks
+    harness.ensure(raw(B), op=FakeOp(cancel_at=0))
+    assert harness.entry().ranks == ranks != ()
+
+
+def test_no_copy_of_what_is_held_stays_behind_an_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: set[int] = set()  # contexts that keep one, as streams of a batch do until they settle
+    taken_out = FakeContext.export_state
+
+    def exported(self: FakeContext, begin: int, end: int) -> object:
+        copies.add(id(self))
+        return taken_out(self, begin, end)
+
+    monkeypatch.setattr(FakeContext, "export_state", exported)
+    monkeypatch.setattr(FakeContext, "settle", lambda self: copies.discard(id(self)), raising=False)
+    harness = Parked()
+    harness.open("a", window=1024)
+    harness.ensure(raw(A))
+    harness.engine.most_exported = 300
+    with pytest.raises(InsufficientMemory):
+        export(harness, tmp_path / "a.kv")
+    assert copies == set()
+    assert harness.park().parked == 680
+    assert copies == set()
+
+
+def test_a_state_that_the_engine_refuses_at_its_end_leaves_the_session_what_it_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Parked(max_contexts=2)
+    for name, text in (("a", A), ("b", B)):
+        harness.open(name, window=1024)
+        harness.ensure(raw(text), name)
+    export(harness, tmp_path / "b.kv", session_id="b")
+    harness.close("b")
+
+    mine = harness.entry("a").engine_context
+
+    def settle(self: FakeContext) -> None:
+        if self is not mine and self.engine.imported:
+            raise SessionFatal("it did not go in", metadata={"cause": "engine"})
+
+    monkeypatch.setattr(FakeContext, "settle", settle, raising=False)
+    with pytest.raises(DigestMismatch):
+        harness.run(ImportOp(session_id="a", path=str(tmp_path / "b.kv")))
+    monkeypatch.undo()
+    assert harness.ensure(raw(A), "a").prefilled == 0
 
 
 # --- small budgets
@@ -323,6 +445,52 @@ def test_a_context_with_nothing_of_its_own_goes_before_parked_kv_does() -> None:
     assert harness.explain("d").reclaimable_tokens == 400
 
 
+def test_what_a_freed_context_left_to_the_store_outlasts_what_the_store_gives_up_then() -> None:
+    harness = Parked(max_contexts=3)
+    harness.open("a", window=1024)
+    harness.ensure(raw(A), "a")
+    harness.park("a")  # stored, and still in the context
+    harness.close("a")
+    harness.open("b", window=900)
+    harness.ensure(raw(B), "b")
+    harness.ensure(raw("q0" * 340), "b")  # what it held is the newest in the store
+    held = harness.core.cold_bytes
+    context = 1024 * 2 + 1000
+    opened(harness, "c", 512, context + 1)  # a little more than that one gives
+    assert harness.core.cold_bytes < held
+    status = harness.ensure(raw(A), "b")
+    assert (status.restored, status.prefilled) == (680, 0)
+
+
+def test_streams_take_the_place_of_an_empty_context_before_that_of_parked_kv(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = Parked(BatchingFake(), max_contexts=3)
+    harness.open("a", window=1024)
+    harness.ensure(raw(A), "a")
+    harness.ensure(raw(B), "a")
+    harness.open("b", window=512)
+    harness.close("b")
+    held, make = harness.core.cold_bytes, BatchingFake.new_batch
+    assert held > 9000
+
+    def tight(self: BatchingFake, *given: Any) -> object:
+        if self.cells > 1024 and harness.core.cold_bytes == held:
+            raise InsufficientMemory(
+                "no", metadata={"cause": "host_memory", "needed_bytes": 9000, "free_bytes": 4000}
+            )
+        return make(self, *given)
+
+    monkeypatch.setattr(BatchingFake, "new_batch", tight)
+    op = OpenOp(
+        session_id="c", prompt_format="raw", window=512, k_type="f16", v_type="f16",
+        kv_digest="kv", runtime_digest="rt", layout="batched", streams=2,
+    )  # fmt: skip
+    harness.run(op)
+    assert harness.core.cold_bytes == held
+    assert harness.explain("a").slot_cells == 1024 + 2 * 512
+
+
 def test_a_context_that_can_t_be_parked_costs_nobody_else_a_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -405,6 +573,19 @@ def test_what_lies_in_ram_at_an_unload_is_found_after_the_next_load(tmp_path: Pa
     status = harness.ensure(raw(A))
     assert (status.restored, status.prefilled) == (680, 0)
     assert answer(harness, raw(A)) == first
+
+
+def test_the_engine_lets_the_model_go_whatever_becomes_of_what_is_parked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = Parked()
+
+    def fails(self: ColdStore) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(ColdStore, "flush", fails)
+    harness.run(UnloadOp())
+    assert not harness.engine.loaded
 
 
 @pytest.mark.parametrize("end", ["close", "cancel"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from modeld.workers.cold_disk import Maker
-from modeld.workers.cold_store import BLOCK_TOKENS, ColdStore
+from modeld.workers.cold_store import BLOCK_TOKENS, HOLDS, ColdStore
 from modeld.workers.state_file import token_chain, token_chains
 from tests.support.cold import (
     IDS,
@@ -139,7 +139,58 @@ def test_a_block_that_changed_in_ram_is_dropped_and_counted() -> None:
     assert kept.ram_bytes == 0
 
 
+def test_a_longer_block_has_the_class_of_what_it_absorbs() -> None:
+    kept, tokens = store(), tokens_of(1)
+    for end, rank in ((100, 2), (256, 0)):
+        made = header(tokens[:end])
+        kept.tick()
+        kept.put(made, state_of(end), rank)
+        kept.absorb(made.chain)
+    volatile = put(kept, 2)
+    kept.shrink(1)
+    assert not kept.has(volatile)
+    assert kept.has(token_chain("kv", tokens))
+
+
 # --- on disk
+
+
+def test_a_class_that_lapsed_in_ram_has_lapsed_on_disk_too(tmp_path: Path) -> None:
+    kept = store(ram=SIZE + IDS, disk=PLENTY, folder=tmp_path)
+    used, unused = put(kept, 1, 2), put(kept, 2, 2)
+    for _ in range(2 * HOLDS):  # so much comes in and goes again
+        kept.tick()
+        kept.put(header(tokens_of(3)), state_of(3), 0, in_ram=False)
+        kept.remove(header(tokens_of(3)).chain)
+    put(kept, 3)
+    assert [file_of(tmp_path, key).name.split(".")[-2] for key in (used, unused)] == ["2", "0"]
+
+
+def test_what_was_asked_for_on_disk_goes_later_after_the_next_load_too(tmp_path: Path) -> None:
+    kept = store(ram=0, disk=PLENTY, folder=tmp_path)
+    asked, other = put(kept, 1), put(kept, 2)
+    os.utime(file_of(tmp_path, asked), (1000, 1000))
+    os.utime(file_of(tmp_path, other), (2000, 2000))
+    kept.touch((asked,))
+    later = store(disk=SIZE + IDS + 1024, folder=tmp_path)
+    assert (later.has(asked), later.has(other)) == (True, False)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_a_block_that_can_t_be_written_for_whatever_reason_frees_its_ram(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    kept = store(disk=PLENTY, folder=tmp_path)
+    put(kept, 1)
+
+    def fails(*given: object) -> object:
+        raise error
+
+    monkeypatch.setattr("modeld.workers.cold_disk.write_state", fails)
+    assert kept.flush() == 0
+    assert kept.ram_bytes == SIZE + IDS
+    assert kept.shrink(1) == SIZE + IDS
+    assert (kept.ram_bytes, kept.dropped) == (0, 1)
 
 
 def test_what_falls_out_of_ram_is_read_from_disk_by_a_later_process_too(tmp_path: Path) -> None:

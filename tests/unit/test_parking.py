@@ -442,9 +442,9 @@ def test_an_engine_that_dies_of_a_block_ends_the_session_as_any_fatal_error_does
 
 
 def test_bytes_that_come_back_as_others_are_not_trusted_again(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harness = Parked()
+    harness = Parked(disk=GIB, folder=tmp_path)
     harness.open(window=1024)
     first = answer(harness, raw(A))
     answer(harness, raw(B))
@@ -455,8 +455,11 @@ def test_bytes_that_come_back_as_others_are_not_trusted_again(
     status = harness.ensure(raw(A))
     assert (status.restored, status.prefilled) == (0, 680)
     assert answer(harness, raw(A)) == first
+    assert harness.core.cold_bytes == 0
     answer(harness, raw(B))
     assert harness.ensure(raw(A)).restored == 0  # off for good
+    harness.run(UnloadOp())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [InsufficientMemory("no"), ValueError("a mistake")])

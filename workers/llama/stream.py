@@ -112,7 +112,7 @@ class LlamaStream:
         if keep == self.length:
             return
         self.has_logits = False
-        if keep:
+        if keep > self.length - self._ahead:
             self.settle()
         self._remove(keep)
 
