@@ -451,13 +451,13 @@ def test_a_file_that_changes_while_it_is_imported_is_refused(harness: Harness, s
     class Changing(FakeOp):
         def beat(self) -> None:
             super().beat()
-            if self.beats == 1:  # the fourth chunk isn't read yet
+            if self.beats == 1:  # the fourth chunk isn't read yet; nor may be those before it
                 flipped(state, -1, state)
 
     size = harness.ensure(raw(OTHER)).prefix
     with pytest.raises(DigestMismatch):
         import_(harness, state, op=Changing())
-    assert harness.engine.imported == 48
+    assert harness.engine.imported < 64
     assert harness.ensure(raw(OTHER)).reused == size
 
 
