@@ -10,12 +10,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from modeld.shared.capacity import CapacityRequest, Number, Reason, Resolution
-from modeld.shared.errors import InsufficientMemory, InvalidRequest, UnsupportedFeature
+from modeld.shared.errors import (
+    InsufficientMemory,
+    InvalidRequest,
+    ModelBusy,
+    UnsupportedFeature,
+)
 from modeld.shared.messages import ForkOp, ForkResult, LoadResult, OpenOp, OpenResult
 from modeld.shared.planner.capacity import confirm
 from modeld.supervisor.awaiting import see_through
@@ -41,8 +46,6 @@ class Forked:
 class ContextSlot(ParkingSlot):
     """Part of ``ModelSlot``. All methods run on the daemon's loop."""
 
-    batch_plan: Resolution | None = None  # of the batch that was made last
-
     async def keep(self, session: Session, key: str) -> Saved:
         raise NotImplementedError
 
@@ -62,8 +65,8 @@ class ContextSlot(ParkingSlot):
         # A key is looked up and taken at once, and what is saved is brought back before any turn.
         beside = False if session_key else None
         async with (
+            self.naming(session_key, caller),
             self.hold(source.session_id, "fork", caller, beside=beside) as hold,
-            self.durable.opening(session_key),
         ):
             await self._refuse_used_key(source, session_key, durable)
             session, result = await self._fork(source, session_key, durable)
@@ -75,6 +78,33 @@ class ContextSlot(ParkingSlot):
                     self.spawn(self._close_unknown(session, discard=True))
                     raise
             return Forked(session, result, hold.waited_s, saved)
+
+    @contextlib.asynccontextmanager
+    async def naming(self, key: str, caller: Caller) -> AsyncIterator[None]:
+        """While a session is opened under a key: to be taken before the slot, which others use
+        meanwhile. Raises ModelBusy where the key isn't free as long as the caller waits.
+        """
+        lock = self.durable.opening(key)
+        if not isinstance(lock, asyncio.Lock):
+            yield
+            return
+        now = asyncio.get_running_loop().time()
+        until = now if caller.no_wait else caller.deadline  # a free lock is had without waiting
+        if until is not None:  # a little before, so that the refusal reaches the caller
+            until -= min(0.25, max(0.0, until - now) / 4)
+        try:
+            async with asyncio.timeout_at(until):
+                await lock.acquire()
+        except TimeoutError:
+            raise ModelBusy(
+                f"Another call opens a session under the key {key!r}. Try again when it is there.",
+                metadata={"session_key": key},
+                retry_after_s=1.0,
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     async def _fork(self, source: Session, key: str, durable: bool) -> tuple[Session, ForkResult]:
         self.sessions.require(source)
@@ -184,15 +214,24 @@ class ContextSlot(ParkingSlot):
                     self.spawn(self._close_unknown(session))
             raise
 
-    def _joined(self, capacity: CapacityRequest, leaving: Leaving) -> Resolution | None:
+    def _joined(
+        self, capacity: CapacityRequest, leaving: Leaving, *, swaps: bool = False
+    ) -> Resolution | None:
         """The plan of a session that gets a stream which is there already: it needs no memory.
 
-        None where none is known to be: without a session in it, a batch may be gone.
+        None where none is known to be: without a session in it, a batch may be gone; with ``swaps``
+        also where it is to make way for another, since it has no such stream and all in it are
+        idle. Raises InsufficientMemory, as the worker does, where it has none otherwise.
         """
-        batch, going = self.batch_plan, {session.session_id for session, _ in leaving}
-        stay = any(one.session_id not in going for one in self.sessions.in_batch)
-        if not capacity.streams or batch is None or not stay:
+        batch, going = self.batch_plan, [session for session, _ in leaving]
+        staying = [one for one in self.sessions.in_batch if one not in going]
+        if not capacity.streams or batch is None or not staying:
             return None
+        types = (batch.k_type, batch.v_type)
+        if capacity.window > batch.allocated or (capacity.k_type, capacity.v_type) != types:
+            if swaps and any(one.batched for one in self._idle(set())):  # all of them, or none
+                return None
+            raise _no_such_stream(batch, capacity, len(self.sessions.in_batch), swaps)
         numbers = batch.numbers
         effective = numbers.effective
         if capacity.window:
@@ -221,7 +260,7 @@ class ContextSlot(ParkingSlot):
         assert isinstance(result, OpenResult)
         self.refuse_overtaken(generation)
         if streams and not joins:
-            self.batch_plan = planned
+            self.batch_plan = replace(planned, allocated=result.window)
         mine = one_stream(planned)
         findings = check_context(mine, result)
         self._tell_findings(findings)
@@ -241,7 +280,8 @@ class ContextSlot(ParkingSlot):
     ) -> Leaving:
         """Who is closed for one more session: the one that is ``replaced``, and where as many are
         open as may be, in all or of the layout, the detached session that was used least recently,
-        ``kept`` excepted. Raises InsufficientMemory where none is and one must be.
+        ``kept`` excepted. Raises InsufficientMemory where none is and one must be. A parked
+        session's stream is its own: all that are open must find one.
 
         What it held stays as reclaimable cache, which its key's next open finds.
         """
@@ -264,6 +304,8 @@ class ContextSlot(ParkingSlot):
             return [*leaving, (oldest, why)]
         if len(staying) >= config.max_open_sessions:
             raise self._one_too_many(len(staying))
+        if layout == "batched":
+            raise _no_stream(config.batch_streams, len(self.sessions.in_batch))
         return leaving
 
     def _one_too_many(self, count: int) -> InsufficientMemory:
@@ -278,6 +320,34 @@ class ContextSlot(ParkingSlot):
         for finding in findings:
             logger.warning("%s: %s", self.model_name, finding)
             self._emit("finding", cause=finding)
+
+
+def _no_stream(streams: int, used: int) -> InsufficientMemory:
+    return InsufficientMemory(
+        f"All {streams} streams of this slot's batch are held by open sessions, those that are "
+        "parked included. Close one, or open an isolated session.",
+        metadata={"cause": "streams", "streams": streams, "streams_in_use": used},
+    )
+
+
+def _no_such_stream(
+    batch: Resolution, asked: CapacityRequest, used: int, swaps: bool
+) -> InsufficientMemory:
+    advice = "Ask for what there is, close the sessions in them, or open an isolated session."
+    if swaps:
+        advice = "It comes back once none of the sessions in them has a call that runs or waits."
+    return InsufficientMemory(
+        f"This slot's {batch.streams} streams have windows of {batch.allocated} tokens, K "
+        f"{batch.k_type} and V {batch.v_type}, and {used} are in use: a window of {asked.window} "
+        f"with K {asked.k_type} and V {asked.v_type} isn't among them. {advice}",
+        metadata={
+            "cause": "streams",
+            "streams": batch.streams,
+            "streams_in_use": used,
+            "stream_window": batch.allocated,
+            "window": asked.window,
+        },
+    )
 
 
 def _refuse_unless_forked(model: str, load: LoadResult) -> None:

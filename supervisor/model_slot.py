@@ -99,8 +99,8 @@ class ModelSlot(LoadingSlot):
                     return attached
                 load_s += await self.ensure_loaded(model, caller, report, capacity=request.capacity)
                 async with (
+                    self.naming(request.session_key, caller),
                     self.hold("", "open", caller, beside=not request.alone) as hold,
-                    self.durable.opening(request.session_key),
                 ):
                     # Waiting may have changed everything: look again.
                     attached = self._attach(request)

@@ -69,7 +69,7 @@ def given_back(sessions: Iterable[Session], staying: Iterable[Session]) -> list[
     """Of sessions that are parked or closed, those whose memory can be had then: those with a
     context of their own, and all of a batch that none of ``staying`` is in.
     """
-    batch_stays = any(one.batched for one in staying)
+    batch_stays = any(one.batched and not one.parked for one in staying)
     return [one for one in sessions if not one.parked and not (one.batched and batch_stays)]
 
 

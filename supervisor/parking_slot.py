@@ -50,7 +50,11 @@ def nobody() -> Leaving:
 class ParkingSlot(PlanningSlot):
     """Part of ``ModelSlot``. All methods run on the daemon's loop."""
 
-    def _joined(self, capacity: CapacityRequest, leaving: Leaving) -> Resolution | None:
+    batch_plan: Resolution | None = None  # of the batch that was made last, as it came true
+
+    def _joined(
+        self, capacity: CapacityRequest, leaving: Leaving, *, swaps: bool = False
+    ) -> Resolution | None:
         raise NotImplementedError
 
     async def close(self, session: Session, *, why: str, discard: bool = False) -> int:
@@ -68,7 +72,8 @@ class ParkingSlot(PlanningSlot):
         """Plan a context and have it made, parking idle sessions for it where need be.
 
         ``make`` is given the plan and sends the operation; ``kept`` stays, and who ``leaves`` is
-        closed, once it is planned that this makes it fit. To be called by who holds ``placing``.
+        closed, once it is planned that this makes it fit. A batch takes the place of an idle one.
+        To be called by who holds ``placing``.
         Raises InsufficientMemory as the planner or the worker says it, with how many were parked;
         where parking all that are idle wouldn't help, none is.
         """
@@ -82,16 +87,23 @@ class ParkingSlot(PlanningSlot):
             if going:
                 question = replace(question, use=self._use_without(question, going))
             refusal: InsufficientMemory | None = None
+            # Streams are beside the contexts that are counted, and there is one batch at most.
+            staying = [one for one in self.sessions.all() if not one.parked and one not in going]
+            alike = sum(one.batched == bool(request.streams) for one in staying)
+            full = alike >= (1 if request.streams else self.config.max_sessions)
+            idle = [one for one in self._idle(stays) if one not in going]
+            spare = [one for one in idle if one.batched == bool(request.streams)]
             try:
                 planned = self.plan.resolve(question, machine)
-                # Streams are beside the contexts that are counted.
-                full = not request.streams and self.sessions.contexts >= self.config.max_sessions
-                spare = [one for one in self._idle(stays) if not one.batched]
                 if not leaving and not (full and spare):
                     return await make(planned)
             except InsufficientMemory as error:
                 refusal = error
-                spare = [one for one in self._idle(stays) if one not in going]
+                if full:  # without one of its kind the others' memory is of no use
+                    rest = [one for one in idle if one not in spare]
+                    spare = spare and [*spare, *rest]
+                else:
+                    spare = idle
             if refusal is not None and not (spare and self._fits(question, machine, spare)):
                 others = self.sessions.resident - (kept is not None and not kept.parked)
                 raise parking.refused(refusal, parked, others, self.cannot_park) from None
@@ -110,7 +122,8 @@ class ParkingSlot(PlanningSlot):
         """
         machine = await self.planning.read()
         question, spare = self._question(model, request), self._idle({session.session_id})
-        most, busy = self.config.max_sessions, self.sessions.contexts - len(spare)
+        alone = sum(not one.batched for one in spare)
+        most, busy = self.config.max_sessions, self.sessions.contexts - alone
         if busy + 2 > most:
             raise InsufficientMemory(
                 f"A fork takes a context beside its source's: {busy + 2} with those that can't be "
@@ -118,6 +131,8 @@ class ParkingSlot(PlanningSlot):
                 metadata={"max_sessions": most, "contexts": busy + 2},
             )
         use = parking.use_if_parked(question.use, spare)
+        if alone < len(spare):  # the batch goes as a whole
+            question = replace(question, batched=0)
         both = replace(request, sessions=use.sessions + 2)
         try:
             self.plan.resolve(replace(question, use=use, request=both), machine)
@@ -163,7 +178,8 @@ class ParkingSlot(PlanningSlot):
 
     async def _close_all(self, leaving: Leaving) -> None:
         for session, why in leaving:
-            await self.close(session, why=why)
+            if self.sessions.is_open(session):  # its client may have closed it meanwhile
+                await self.close(session, why=why)
 
     def _fits(self, question: Question, machine: MachineReading, spare: list[Session]) -> bool:
         """Whether it would be planned with all of these parked."""
@@ -212,8 +228,8 @@ class ParkingSlot(PlanningSlot):
             batched, told = session.batched, session.resolution
             window = told.allocated if batched else told.numbers.effective.tokens
             capacity = replace(session.request, window=window, sessions=0)
-            joined = self._joined(capacity, [])
             try:
+                joined = self._joined(capacity, [], swaps=True)
                 if joined is not None:
                     await see_through(self._resume(session, joined))
                     return
@@ -241,6 +257,8 @@ class ParkingSlot(PlanningSlot):
             )
         assert isinstance(result, ResumeResult)
         self.refuse_overtaken(generation)
+        if planned.streams and not joins:
+            self.batch_plan = replace(planned, allocated=result.window)
         session.parked = False
         session.resident = result.resident
         session.resumed_tokens += result.restored

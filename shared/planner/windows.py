@@ -94,8 +94,10 @@ class Problem:
 
     @property
     def beyond_max_sessions(self) -> bool:
-        """Whether more sessions are asked for than the operator lets be open at once."""
-        return self.request.sessions > self.policy.max_sessions
+        """Whether more sessions are asked for than the operator lets be open at once. Streams
+        aren't among those.
+        """
+        return not self.request.streams and self.request.sessions > self.policy.max_sessions
 
 
 def is_share(share: float) -> bool:
@@ -227,7 +229,8 @@ def decide(problem: Problem) -> Decision:
 
 def _need(problem: Problem) -> int:
     """Contexts that must fit beside those that are open."""
-    return max(1, problem.request.sessions - problem.use.sessions)
+    sessions = problem.request.sessions - problem.use.sessions
+    return max(1, -(-sessions // max(1, problem.request.streams)))
 
 
 def _window(problem: Problem, layout: Layout, need: int, fits: int) -> tuple[Number, Spread | None]:

@@ -4,16 +4,25 @@ go.
 
 from __future__ import annotations
 
-from modeld.shared.errors import InvalidRequest, ModeldError, SessionClosed, SessionNotFound
+from modeld.shared.errors import (
+    GenerationStale,
+    InvalidRequest,
+    ModeldError,
+    SessionClosed,
+    SessionFatal,
+    SessionNotFound,
+)
 from modeld.shared.ids import check_session_key
 from modeld.shared.manifest import manifest_digest
 from modeld.shared.messages import AdmitOp, AdmitResult, Status
 from modeld.supervisor.context_slot import Forked
+from modeld.supervisor.model_slot import ModelSlot
 from modeld.supervisor.rpc import convert
 from modeld.supervisor.rpc.errors import Context, guarded
 from modeld.supervisor.rpc.session_calls import expect, handle_of
 from modeld.supervisor.rpc.snapshot_calls import SnapshotCalls
 from modeld.supervisor.rpc.streaming import caller_of
+from modeld.supervisor.sessions import Session
 from modeld.v1 import session_pb2 as pb
 
 
@@ -88,7 +97,7 @@ class ResidencyCalls(SnapshotCalls):
         if request.detach:
             session.attached = False
             return pb.CloseSessionResponse(retained_tokens=session.resident)
-        retained = await slot.close(session, why="closed by its client", discard=request.discard)
+        retained = await _close(slot, session, "closed by its client", discard=request.discard)
         return pb.CloseSessionResponse(retained_tokens=retained)
 
     async def _forget(self, key: str, *, gone: bool) -> pb.CloseSessionResponse:
@@ -102,7 +111,7 @@ class ResidencyCalls(SnapshotCalls):
             session = slot.sessions.by_key(key)
             if session is not None and session.durable:
                 why = "what was saved under its key was discarded"
-                retained, found = await slot.close(session, why=why, discard=True), True
+                retained, found = await _close(slot, session, why, discard=True), True
         durable = next(iter(self.services.slots.values())).durable
         found = await durable.forget(key) or found
         if not found:
@@ -111,6 +120,16 @@ class ResidencyCalls(SnapshotCalls):
                 metadata={"session_key": key},
             )
         return pb.CloseSessionResponse(retained_tokens=retained)
+
+
+async def _close(slot: ModelSlot, session: Session, why: str, *, discard: bool) -> int:
+    """Tokens that stay behind. What is to be discarded is gone also where the worker dies of it."""
+    try:
+        return await slot.close(session, why=why, discard=discard)
+    except (SessionFatal, GenerationStale):
+        if not discard:
+            raise
+        return 0
 
 
 def _admit(session_id: str, request: pb.AdmitRequest) -> AdmitOp:

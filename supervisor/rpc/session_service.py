@@ -427,7 +427,9 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
         if not resident or not plain:
             return None
         if wanted.streams:  # another one gets a stream of the batch that is there
-            return next((one.resolution for one in slot.sessions.in_batch), None)
+            taken = len(slot.sessions.of_layout("batched"))
+            free = taken < self.services.config.batch_streams
+            return next((one.resolution for one in slot.sessions.in_batch if free), None)
         return slot.latest
 
     # --- tokenizer and template ---------------------------------------------------------------

@@ -58,6 +58,7 @@ class BatchedWorker(Worker):
 
     layout: str = "yes: tried: exact"
     streams: dict[str, str] = field(default_factory=dict)  # stream → session, "" if free
+    shapes: dict[str, int] = field(default_factory=dict)  # windows asked for, by session
 
     async def recycle(self) -> None:
         pass
@@ -65,6 +66,7 @@ class BatchedWorker(Worker):
     def _answer(self, payload: Payload) -> Payload:
         if isinstance(payload, OpenOp) and payload.layout == "batched":
             self._ready(payload.streams, payload.window)
+            self.shapes[payload.session_id] = payload.window
             return OpenResult(**self._taken(payload.session_id))
         if isinstance(payload, CloseOp):
             self._left(payload.session_id)
@@ -78,7 +80,7 @@ class BatchedWorker(Worker):
                 parked=0, lost=0, ram_bytes=0, disk_bytes=0, seconds=0.0, **self._totals()
             )
         if isinstance(payload, ResumeOp) and payload.session_id not in self.parked:
-            self._ready(STREAMS, WINDOW)
+            self._ready(STREAMS, self.shapes.get(payload.session_id, WINDOW))
             taken = self._taken(payload.session_id)
             return ResumeResult(restored=0, missing=0, resident=0, seconds=0.0, **taken)
         if isinstance(payload, ForkOp) and payload.session_id in self.streams.values():
@@ -328,6 +330,79 @@ async def test_a_fork_takes_a_free_stream_or_is_refused(rig_of: Any) -> None:
     with pytest.raises(InsufficientMemory) as refused:
         await rig.slot.fork(sessions[0], Caller())
     assert refused.value.metadata["streams"] == "4"
+
+
+async def test_a_further_session_never_takes_the_way_back_of_a_parked_one(rig_of: Any) -> None:
+    rig = rig_of(available=4 * GIB)
+    sessions = await rig.open_all()
+    await rig.open("isolated", window=4 * WINDOW)
+    assert all(one.parked for one in sessions)
+    rig.worker.sent.clear()
+    with pytest.raises(InsufficientMemory) as refused:
+        await rig.open()
+    assert refused.value.metadata["cause"] == "streams"
+    assert refused.value.metadata["streams"] == "4"
+    with pytest.raises(InsufficientMemory) as refused:
+        await rig.slot.fork(sessions[0], Caller())
+    assert refused.value.metadata["cause"] == "streams"
+    assert not rig.worker.sent
+    await rig.use(sessions[0])
+
+
+async def test_a_bigger_batch_comes_back_in_the_place_of_an_idle_smaller_one(rig_of: Any) -> None:
+    rig = rig_of(available=4 * GIB)
+    big = await rig.open()
+    await rig.open("isolated", window=4 * WINDOW)
+    small = await rig.open(window=WINDOW // 4)
+    assert (big.parked, small.parked) == (True, False)
+    (running,) = await rig.using(small)
+    with pytest.raises(InsufficientMemory, match="comes back once"):
+        await rig.slot.ready(big)
+    assert (big.parked, small.parked) == (True, False)
+    rig.worker.gates[TrimOp].set()
+    await running
+    await rig.use(big)
+    assert (big.parked, small.parked) == (False, True)
+    await rig.use(small)  # a stream of the bigger one
+    assert not big.parked
+    unsaid = await rig.open(window=0)  # by the batch that is there now
+    assert unsaid.resolution.numbers.effective.tokens == WINDOW
+
+
+async def test_an_open_that_no_stream_is_wide_enough_for_closes_no_detached_session(
+    rig_of: Any,
+) -> None:
+    rig = rig_of()
+    sessions = await rig.open_all()
+    sessions[0].attached = False
+    with pytest.raises(InsufficientMemory) as refused:
+        await rig.open(window=2 * WINDOW)
+    assert refused.value.metadata["stream_window"] == str(WINDOW)
+    assert rig.slot.sessions.all() == sessions
+    assert not rig.sent(CloseOp)
+    assert not any(session.parked for session in sessions)
+
+
+async def test_a_batch_is_not_parked_for_one_who_lacks_a_context(rig_of: Any) -> None:
+    rig = rig_of(available=4 * GIB, max_sessions=1)
+    sessions = await rig.open_all()
+    isolated = await rig.open("isolated", window=256)
+    isolated.operations.add(object())
+    with pytest.raises(InsufficientMemory):
+        await rig.open("isolated", window=4 * WINDOW)
+    assert not rig.sent(ParkOp)
+    isolated.operations.clear()
+    await rig.open("isolated", window=4 * WINDOW)
+    assert isolated.parked
+    assert all(session.parked for session in sessions)
+
+
+async def test_a_parked_session_keeps_no_batch_in_memory(rig_of: Any) -> None:
+    rig = rig_of()
+    first, second = await rig.open(), await rig.open()
+    assert parking.given_back([first], [second]) == []
+    second.parked = True
+    assert parking.given_back([first], [second]) == [first]
 
 
 # --- running -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from modeld.shared.capacity import (
     CapacityPolicy,
     CapacityRequest,
+    EngineMeasure,
     LayerFacts,
     MachineReading,
     MemorySnapshot,
@@ -870,3 +871,19 @@ def test_every_refusal_can_be_recomputed_and_its_advice_holds(
             other = replace(request, k_type=told["k_type_that_fits"])
             served = resolve(facts, other, policy, MachineReading(reading), use)
             assert served.numbers.effective.tokens
+
+
+def test_sessions_of_a_batch_take_one_context_for_as_many_as_it_has_streams() -> None:
+    def planned(sessions: int) -> Resolution:
+        asked = CapacityRequest(window=512, streams=4, sessions=sessions)
+        policy = replace(POLICY, max_sessions=2)
+        return survey(SMOL, asked, policy, PLENTY, FRESH)
+
+    def need(sessions: int) -> int:
+        asked = CapacityRequest(window=512, streams=4, sessions=sessions)
+        return decide(Problem(SMOL, asked, POLICY, PLENTY, FRESH, *rest)).need
+
+    rest = (NO_COMPANIONS, EngineMeasure())
+    assert planned(4).refusal is None
+    assert planned(4).kv_bytes == planned(1).kv_bytes
+    assert [need(count) for count in (0, 1, 4, 5, 9)] == [1, 1, 1, 2, 3]

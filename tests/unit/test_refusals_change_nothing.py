@@ -13,6 +13,7 @@ from modeld.shared.capacity import CapacityRequest
 from modeld.shared.errors import (
     InsufficientMemory,
     ManifestMismatch,
+    ModelBusy,
     SessionClosed,
 )
 from modeld.shared.messages import (
@@ -245,6 +246,17 @@ async def test_a_session_closed_while_no_memory_is_found_for_it_is_told_as_close
         busy.operations.clear()
 
 
+async def test_who_was_closed_meanwhile_is_not_closed_again_for_another(small: Slots) -> None:
+    slot, worker = slot_of(small)
+    first, second = await open_several(small, 2)
+    await slot.close(second, why="closed by its client")
+    await slot._close_all([(first, "for another"), (second, "for another")])
+    assert [one.session_id for one in sent(worker, CloseOp)] == [
+        second.session_id,
+        first.session_id,
+    ]
+
+
 # --- one session a key ---------------------------------------------------------------------------
 
 
@@ -260,8 +272,14 @@ async def test_two_opens_at_once_in_two_slots_give_a_durable_key_to_one(
         for model, each in zip(("big", "ir"), durable, strict=True)
     ]
     await until(lambda: sent(small.workers["llama"], OpenOp))  # the first is being made
-    await until(lambda: slot_for(small, "ir").queue.snapshot().running)
     await asyncio.sleep(0.05)  # the second one gets as far as it can
+    assert not opens[1].done()
+    assert not slot_for(small, "ir").queue.snapshot().running  # others may go on there
+    opener = slot_for(small, "ir")
+    hasty = OpenRequest("ir", CapacityRequest(window=1024), "mine", "", "raw", durable=True)
+    for caller in (Caller(no_wait=True), Caller(deadline=asyncio.get_running_loop().time() + 0.1)):
+        with pytest.raises(ModelBusy, match="mine"):
+            await asyncio.wait_for(opener.open(hasty, caller), 5)
     gate.set()
     answers = await asyncio.gather(*opens, return_exceptions=True)
     won = [one for one in answers if isinstance(one, Opened)]
@@ -279,7 +297,6 @@ async def test_a_fork_and_an_open_elsewhere_give_a_key_to_one(small: Slots) -> N
     forking = asyncio.create_task(slot.fork(source, Caller(), session_key="mine"))
     await until(lambda: sent(worker, ForkOp))
     opening = asyncio.create_task(open_by(small, "mine", "ir", window=1024, durable=True))
-    await until(lambda: slot_for(small, "ir").queue.snapshot().running)
     await asyncio.sleep(0.05)
     assert not opening.done()  # who has the key isn't known before the fork is there
     worker.gates[ForkOp].set()
