@@ -51,7 +51,7 @@ def restore(core: SessionCore, snapshot_id: str, timeout_s: float | None) -> Cal
         restored = from_proto(Restored, response)
         core.turns = set(restored.generated_turn_ids)
         core.prefix = core.suffix = None  # the prompt is the snapshot's now
-        core.saved_turn = ""
+        core.saved_turn = core.answered = ""
         return restored
 
     return call(SERVICE, "Restore", request, parse, timeout_s)
@@ -92,6 +92,7 @@ def forked_core(core: SessionCore, forked: Forked, session_key: str, durable: bo
         on_recovery=core.on_recovery,
         prefix=core.prefix,
         suffix=core.suffix,
+        answered=core.answered,
     )
     branch.turns, branch.saved = set(forked.generated_turn_ids), forked.saved
     if forked.saved is not None and forked.saved.ok and forked.generated_turn_ids:

@@ -78,6 +78,7 @@ class SessionCore:
     turns: set[str] | None = None  # ids of the answers that it has; None: those given in it
     saved: Saved | None = None  # how saving it went last
     saved_turn: str = ""  # the answer after which it was saved, if nothing came since
+    answered: str = ""  # since the prompt, over all decodes
 
     def __post_init__(self) -> None:
         self.turns = _turns_of(self.opened)
@@ -268,12 +269,12 @@ class SessionCore:
     # --- what calls leave behind -----------------------------------------------------------------
 
     def _ensured(self, part: PromptPart) -> None:
-        self.prefix, self.suffix, self.saved_turn = part, None, ""
+        self.prefix, self.suffix, self.saved_turn, self.answered = part, None, "", ""
 
     def _suffixed(self, part: PromptPart, extend: bool) -> None:
         keep = extend and self.suffix is not None
         self.suffix = self.suffix.extended(part) if keep and self.suffix else part
-        self.saved_turn = ""
+        self.saved_turn = self.answered = ""
 
     def failed(self, error: BaseException) -> None:
         """A call that this side gave up may have had its effect, and have been saved with it. After
@@ -285,6 +286,7 @@ class SessionCore:
     def generated(self, state: StreamState) -> GeneratedTurn | None:
         """The finished answer as a turn to refer to, or None where there is none."""
         self.saved_turn = ""
+        self.answered += state.text  # a decode goes on with what was answered: a turn is all of it
         if state.final is None:
             return None
         self.saved, turn_id = state.final.saved, state.final.generated_turn_id
@@ -294,7 +296,7 @@ class SessionCore:
             self.saved_turn = turn_id
         if self.turns is not None:
             self.turns.add(turn_id)
-        return GeneratedTurn(turn_id, self.handle.session_id, state.text)
+        return GeneratedTurn(turn_id, self.handle.session_id, self.answered)
 
     def adopt(self, opened: Opened, cause: Exception, *, operation: str, retried: bool) -> Recovery:
         """Take the reopened session; record, log and tell it."""

@@ -81,7 +81,10 @@ class TextStream:
         if self._ended:
             return ""
         text = "" if whole else self._decoder.decode(b"", True)
+        cut = self._decoded_chars + 1  # where tokens of the cut character end, were it one
         self._decoded_chars += len(text)
+        if len(text) > 1:
+            self._ends = deque(self._decoded_chars if end == cut else end for end in self._ends)
         released = self._release(text, final=True)
         self._ended = True
         return released

@@ -32,7 +32,7 @@ from tests.support.tiny_models import llama
 from tests.support.token_tape import counters_of
 from tests.support.vocab import RealTokenizer
 
-SECONDS = float(os.environ.get("MODELD_MIXED_SECONDS", "5"))
+SECONDS = float(os.environ.get("MODELD_MIXED_SECONDS", "4"))
 SEED = int(os.environ.get("MODELD_MIXED_SEED", "1"))
 BACKEND = os.environ.get("MODELD_MIXED_BACKEND", "llama")
 DEMO = os.environ.get("MODELD_MIXED_MODEL", "tiny") == "demo"
@@ -119,7 +119,7 @@ def test_four_clients_do_everything_at_random_and_every_count_agrees(
     assert_no_growth(left)
     check_answers(served, shared.samples)
     tokenizer.close()
-    assert len(shared.steps) >= 15, shared.steps
+    assert len(shared.steps) >= 12, shared.steps
 
 
 def run_round(clients: list[MixedClient], seconds: float) -> None:

@@ -52,15 +52,23 @@ class Talk:
     prefix: list[Any] = field(default_factory=list)  # texts, or messages and turns, to go on from
     sent: tuple[list[Any], list[Any]] | None = None  # prefix and suffix as the daemon has them
     said: dict[str, list[int]] = field(default_factory=dict)  # ids of answers, by turn
+    partial: bool = False  # this client's session doesn't know how the present answer began
     saved: Tape | None = None  # of a durable session: what is saved
     saved_prefix: list[Any] = field(default_factory=list)
     saved_sent: tuple[list[Any], list[Any]] | None = None
+    saved_said: dict[str, list[int]] = field(default_factory=dict)
     saved_known: bool = True
     report: ContextReport | None = None
 
     @property
     def evicts(self) -> bool:
         return self.tape.evicts
+
+    def save(self) -> None:
+        """What is here now is what a durable session comes back as."""
+        self.saved, self.saved_known = self.tape.copy(), True
+        self.saved_prefix, self.saved_sent = list(self.prefix), self.sent
+        self.saved_said = dict(self.said)
 
 
 @dataclass(frozen=True)
@@ -193,6 +201,7 @@ class TapedClient:
         tape.story.append(f"  then {self._seen(report, moved)}")
         rules: Any = tape_evicting if talk.evicts else token_tape
         if step.statuses:
+            talk.partial = False
             rules.check_prefill(tape, step, moved)
         if step.final is not None:
             sampled = self._sample(talk, step)
@@ -250,8 +259,7 @@ class TapedClient:
         talk.tape.same("saved", saved is not None and saved.ok, True)
         if saved is not None:
             talk.tape.same("saved tokens", saved.tokens, final.resident)
-        talk.saved, talk.saved_known = talk.tape.copy(), True
-        talk.saved_prefix, talk.saved_sent = list(talk.prefix), talk.sent
+        talk.save()
 
     # --- opening and closing
 
@@ -333,16 +341,17 @@ class TapedClient:
             layout="batched" if old.batched else "isolated",
         )  # fmt: skip
         tape = old.saved.copy()
-        talk = Talk(session, tape, old.chat, key, True, old.batched, old.exact,
-                    list(old.saved_prefix), old.saved_sent, said=dict(old.said))  # fmt: skip
+        talk = Talk(
+            session, tape, old.chat, key, True, old.batched, old.exact, list(old.saved_prefix),
+            old.saved_sent, dict(old.saved_said), partial=True,
+        )  # fmt: skip
         self.talks.append(talk)
         self.count(talk, "reopen")
         resumed = session.opened.resumed
         assert resumed is not None, tape
         tape.same("resumed", (resumed.tokens, resumed.miss_reason), (tape.logical, ""))
         self.begun(talk, "resumed")
-        talk.saved = tape.copy()
-        talk.saved_prefix, talk.saved_sent = list(talk.prefix), talk.sent
+        talk.save()
 
     def begun(self, talk: Talk, what: str, *, exactly: bool = True) -> None:
         """``exactly``: what it began as wasn't parked meanwhile, when more may have come back."""
@@ -371,5 +380,5 @@ class TapedClient:
         self.count(talk, "attach")
         talk.tape.same("attached", session.opened.attached, True)
         talk.tape.same("handle", session.handle, talk.session.handle)
-        talk.session = session
+        talk.session, talk.partial = session, True
         self.settle(talk, Step("attach"))

@@ -151,7 +151,8 @@ class MixedClient(TapedClient):
             talk.sent = (plan.prefix, plan.suffix)
             talk.prefix = list(plan.prefix)
         step.final = stream.final
-        turn, known = stream.generated_turn, not talk.tape.more or bool(step.target)
+        turn = stream.generated_turn
+        known = bool(step.target) or not (talk.tape.more or talk.partial)
         if talk.chat and talk.sent is not None and talk.sent[1] and turn is not None and known:
             talk.prefix = [*talk.sent[0], *talk.sent[1], turn]
         self.settle(talk, step)
@@ -279,15 +280,14 @@ class MixedClient(TapedClient):
         session = talk.session.fork(session_key=key, durable=durable)
         branch = Talk(
             session, tape.copy(), talk.chat, key, durable, talk.batched, talk.exact,
-            list(talk.prefix), talk.sent, dict(talk.said),
+            list(talk.prefix), talk.sent, dict(talk.said), talk.partial,
         )  # fmt: skip
         self.talks.append(branch)
         self.count(branch, "fork", f"of {talk.session.handle.session_id}")
         moved = self.settle(talk, Step("forked"))
         self.begun(branch, "forked", exactly=not moved.parked)
         if durable:
-            branch.saved = branch.tape.copy()
-            branch.saved_prefix, branch.saved_sent = list(branch.prefix), branch.sent
+            branch.save()
 
     def snapshot(self, talk: Talk) -> None:
         with self.shared.lock:
@@ -347,7 +347,7 @@ class MixedClient(TapedClient):
             self.settle(talk, Step("restore refused"))
             return
         self.count(talk, "restore")
-        window, story = tape.window, tape.story
+        window, story, held, alone = tape.window, tape.story, tape.held, tape.alone
         # Its counters are the saved session's, what is the slot's and its moves' excepted.
         counters = kept.tape.counters | {
             name: value for name, value in tape.counters.items() if name not in SAVED_COUNTERS
@@ -358,12 +358,14 @@ class MixedClient(TapedClient):
         tape.same("available", told.available, window - info.tokens)
         tape.same("seen", told.seen_tokens, tape.seen)
         tape.same("turns", list(told.generated_turn_ids), tape.turns)
-        tape.held = tape.known[: tape.logical]
-        tape.held_more = tape.logical - len(tape.held)
+        if info.tokens:
+            held, alone = tape.known[: tape.logical], tape.alone[: tape.logical]
+        # … else all KV was lost when it was saved: what the context had stays behind.
         same = talk.exact and kept.exact
-        tape.alone = tape.alone[: len(tape.held)] if same else [None] * len(tape.held)
+        tape.held, tape.alone = held, alone[: len(held)] if same else [None] * len(held)
+        tape.held_more = max(0, tape.logical - len(held))
         talk.prefix, talk.sent = list(kept.prefix), kept.sent
-        talk.said = dict(kept.said)
+        talk.said, talk.partial = dict(kept.said), True
         self.settle(talk, Step("restore"))
 
     def delete(self, talk: Talk) -> None:
@@ -395,5 +397,8 @@ class MixedClient(TapedClient):
             what = {"range": asked}
         told = talk.session.admit(budget=budget, **what)
         self.count(talk, "admit", f"{what} {budget=} {told}")
+        was = report.resident + tape.unevaluated
         tape_evicting.check_admitted(tape, told, report, budget, asked)
-        self.settle(talk, Step("admit"))
+        moved = self.settle(talk, Step("admit"))
+        if not (moved.parked and moved.lost):  # what was lost before it went out unseen
+            tape.same("what came and went", told.resident, was + told.admitted - told.evicted)

@@ -141,7 +141,5 @@ def check_admitted(
     tape.within("evaluated for it", told.recomputed, told.admitted - told.restored, 1 << 30)
     tape.same("in one place", told.resident + told.parked + told.gone, tape.length)
     tape.same("available", told.available, tape.window - told.resident)
-    was = before.resident + tape.unevaluated
-    tape.same("resident", told.resident, was + told.admitted - told.evicted)
     tape.logical, tape.parked, tape.gone = told.resident, told.parked, told.gone
     tape.unevaluated = 0
