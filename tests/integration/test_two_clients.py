@@ -428,7 +428,7 @@ def test_one_session_too_many_is_refused_with_the_budget(narrow: Client) -> None
     with pytest.raises(InsufficientMemory) as refused:
         raw_session(narrow)
     assert refused.value.metadata["sessions"] == "2"
-    assert "set cold_ram_bytes or cold_disk_bytes" in refused.value.message
+    assert "cold_ram_bytes and cold_disk_bytes are both 0" in refused.value.message
     assert len(narrow.sessions()) == 2
     ask(first, " One", " two", 1)
     second.close()
