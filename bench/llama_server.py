@@ -99,6 +99,7 @@ class LlamaServer:
             "--threads": settings.threads,
             "--batch-size": settings.n_batch,
             "--ubatch-size": settings.n_ubatch,
+            "--flash-attn": "off",  # as on the product's side; on is slower here
             "--host": HERE,
             "--port": self.port,
         }
