@@ -40,6 +40,7 @@ from modeld.supervisor.planning import Planning, Probe
 from modeld.supervisor.probes.machine import MachineProbe
 from modeld.supervisor.process import sweep_leftovers
 from modeld.supervisor.rpc.daemon_service import DaemonService
+from modeld.supervisor.rpc.errors import hear_grpc
 from modeld.supervisor.rpc.model_service import ModelService
 from modeld.supervisor.rpc.services import Services
 from modeld.supervisor.rpc.session_service import SessionService
@@ -208,6 +209,7 @@ class Daemon:
     def _build_server(
         self, store: ModelStore, generations: GenerationStore, snapshots: SnapshotStore
     ) -> tuple[grpc.aio.Server, Any]:
+        hear_grpc()
         limit = self.config.max_message_bytes
         server = grpc.aio.server(
             options=[

@@ -139,3 +139,23 @@ def _guard(
 guarded = _guard()
 guarded_while_draining = _guard(while_draining=True)
 unguarded = _guard(owner=False)
+
+
+# --- what grpc logs by itself ---------------------------------------------------------------------
+
+
+def told_in_a_line(record: logging.LogRecord) -> bool:
+    """A filter for grpc's own log: a client that is gone when its answer ends is no fault of the
+    daemon's, and is told without a trace.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    if type(error).__name__ == "ExecuteBatchError":  # a private class of grpc's
+        record.msg, record.args = f"a client left before its answer ended: {error}", None
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        record.exc_info = None
+    return logging.getLogger(record.name).isEnabledFor(record.levelno)
+
+
+def hear_grpc() -> None:
+    """Have what grpc logs go through ``told_in_a_line``. May be called again."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(told_in_a_line)
