@@ -84,10 +84,10 @@ class ContextSlot(ParkingSlot):
         """While a session is opened under a key: to be taken before the slot, which others use
         meanwhile. Raises ModelBusy where the key isn't free as long as the caller waits.
         """
-        lock = self.durable.opening(key)
-        if not isinstance(lock, asyncio.Lock):
+        if not key:
             yield
             return
+        lock = self.durable.opening(key)
         now = asyncio.get_running_loop().time()
         until = now if caller.no_wait else caller.deadline  # a free lock is had without waiting
         if until is not None:  # a little before, so that the refusal reaches the caller
@@ -252,15 +252,7 @@ class ContextSlot(ParkingSlot):
         resident = self.resident
         if resident is None:  # the worker went away while the plan was made
             raise self.sessions.stale(self.sessions.previous)
-        streams = planned.streams
-        joins = bool(streams and self.sessions.in_batch)
-        generation = self.sessions.generation
-        with contextlib.nullcontext() if joins else self.plan.under_way(planned, load=False):
-            result = await self.call(operation, session=source)
-        assert isinstance(result, OpenResult)
-        self.refuse_overtaken(generation)
-        if streams and not joins:
-            self.batch_plan = replace(planned, allocated=result.window)
+        result = await self._made(planned, operation, source)
         mine = one_stream(planned)
         findings = check_context(mine, result)
         self._tell_findings(findings)

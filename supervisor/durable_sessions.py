@@ -13,7 +13,6 @@ import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
@@ -141,11 +140,11 @@ class DurableSessions:
                     },
                 )
 
-    def opening(self, key: str) -> AbstractAsyncContextManager[object]:
-        """While a session is opened under a key: others who would open one wait, in whatever slot,
-        so that who has the key stays true from the look to the taking.
+    def opening(self, key: str) -> asyncio.Lock:
+        """Held while a session is opened under a key: others who would open one wait, in whatever
+        slot, so that who has the key stays true from the look to the taking.
         """
-        return _lock_of(self._openings, key) if key else contextlib.nullcontext()
+        return _lock_of(self._openings, key)
 
     # --- saving ------------------------------------------------------------------------------
 

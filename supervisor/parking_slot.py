@@ -26,7 +26,14 @@ from modeld.shared.errors import (
     StorageFull,
     UnsupportedFeature,
 )
-from modeld.shared.messages import ParkOp, ParkResult, Payload, ResumeOp, ResumeResult
+from modeld.shared.messages import (
+    OpenResult,
+    ParkOp,
+    ParkResult,
+    Payload,
+    ResumeOp,
+    ResumeResult,
+)
 from modeld.supervisor import parking
 from modeld.supervisor.awaiting import see_through
 from modeld.supervisor.models.store import StoredModel
@@ -245,20 +252,13 @@ class ParkingSlot(PlanningSlot):
 
     async def _resume(self, session: Session, planned: Resolution) -> None:
         self.sessions.get(session.session_id, session.generation, time.monotonic())
-        generation = self.sessions.generation
-        joins = bool(planned.streams and self.sessions.in_batch)
-        with contextlib.nullcontext() if joins else self.plan.under_way(planned, load=False):
-            result = await self.call(
-                ResumeOp(
-                    session_id=session.session_id,
-                    free_bytes=planned.free_bytes,
-                    compute_bytes=host_buffers(planned),
-                )
-            )
+        operation = ResumeOp(
+            session_id=session.session_id,
+            free_bytes=planned.free_bytes,
+            compute_bytes=host_buffers(planned),
+        )
+        result = await self._made(planned, operation)
         assert isinstance(result, ResumeResult)
-        self.refuse_overtaken(generation)
-        if planned.streams and not joins:
-            self.batch_plan = replace(planned, allocated=result.window)
         session.parked = False
         session.resident = result.resident
         session.resumed_tokens += result.restored
@@ -269,6 +269,22 @@ class ParkingSlot(PlanningSlot):
         missing = f", {result.missing} missing" if result.missing else ""
         text = f"{result.restored} tokens brought back{missing}"
         self._tell_moved(session, "resumed", text, result.seconds)
+
+    async def _made(
+        self, planned: Resolution, operation: Payload, session: Session | None = None
+    ) -> OpenResult:
+        """What the worker answers to an operation that takes a context as planned, or a stream of
+        the batch that is there.
+        """
+        generation = self.sessions.generation
+        joins = bool(planned.streams and self.sessions.in_batch)
+        with contextlib.nullcontext() if joins else self.plan.under_way(planned, load=False):
+            result = await self.call(operation, session=session)
+        assert isinstance(result, OpenResult)
+        self.refuse_overtaken(generation)
+        if planned.streams and not joins:
+            self.batch_plan = replace(planned, allocated=result.window)
+        return result
 
     def _tell_moved(self, session: Session, state: str, text: str, seconds: float) -> None:
         logger.info("%s %s: %s in %.3f s", session.session_id, state, text, seconds)
