@@ -279,10 +279,7 @@ class ColdStore:
             return written
         with contextlib.suppress(Cancelled):
             for block in reversed(self._going(in_ram=True)):
-                size = block.size
-                if self._to_disk(block):
-                    self.ram_bytes -= size
-                    written += 1
+                written += self._went_to_disk(block)
         return written
 
     def close(self) -> None:
@@ -359,11 +356,16 @@ class ColdStore:
 
     def _out_of_ram(self, block: _Stored) -> None:
         """To disk, or for good."""
+        if not self._went_to_disk(block):
+            self._drop(block)
+
+    def _went_to_disk(self, block: _Stored) -> bool:
+        """``_to_disk`` of a block that is counted as in RAM."""
         size = block.size
-        if self._to_disk(block):
+        written = self._to_disk(block)
+        if written:
             self.ram_bytes -= size
-            return
-        self._drop(block)
+        return written
 
     def _drop(self, block: _Stored) -> None:
         self.dropped += 1

@@ -12,14 +12,14 @@ from modeld.shared.messages import DecodeIn, LoadOp, LoadResult, OpenOp, Progres
 from modeld.shared.planner.residency import Layout, sizes_of
 from modeld.workers import faults, residency, structured
 from modeld.workers.batching import Gate
-from modeld.workers.engine import Engine, ReportProgress
+from modeld.workers.engine import Cancelled, Engine, ReportProgress
 from modeld.workers.executor import OpContext
 from modeld.workers.images import SeeingEngine
 from modeld.workers.new_files import Live, nobody
 from modeld.workers.open_sessions import OpenSessions
 from modeld.workers.parking import parking_of
 from modeld.workers.pool import ContextPool
-from modeld.workers.prefill import check_bytes
+from modeld.workers.prefill import check_bytes, polled
 from modeld.workers.prompt import PromptAssembler
 from modeld.workers.quality import KV_TYPE, greedy_probe
 from modeld.workers.session import Session
@@ -105,13 +105,9 @@ def load(
         context.beat()
         context.emit(Progress(stage=stage, fraction=fraction))
 
-    def polled() -> bool:
-        context.beat()
-        return context.cancelled()
-
     try:
         result = engine.load(op, report, context.cancelled)
-        _probe(engine, op, result, report, polled)
+        _probe(engine, op, result, report, polled(context))
         model = LoadedModel(engine, op, result, gate, context.beat)
         declared = result.longest_gap_s or engine.hello().longest_gap_s
         result.longest_gap_s = structured.longest_gap_s(declared, result.vocab)
@@ -126,10 +122,10 @@ def _probe(
     op: LoadOp,
     result: LoadResult,
     report: ReportProgress,
-    polled: Callable[[], bool],
+    cancelled: Cancelled,
 ) -> None:
     """Where quality is asked for, of what generates."""
     if op.quality and not result.capabilities.get("generate", "").startswith("no"):
         # Where an executor is named, the KV type is compiled in.
         kv_type = op.k_type if result.executor else KV_TYPE
-        result.quality = greedy_probe(engine, report, polled, kv_type)
+        result.quality = greedy_probe(engine, report, cancelled, kv_type)

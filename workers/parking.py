@@ -138,7 +138,7 @@ class Parking:
         """
         if len(entry) - keep < PARK_LEAST_TOKENS:
             return True
-        return self._store({}, entry, keep, len(entry), entry.ranks, in_ram)
+        return self._stored_of(self._park(entry, keep, len(entry), entry.ranks, in_ram))[1]
 
     def park_range(
         self,
@@ -157,43 +157,30 @@ class Parking:
         nothing. ``in_ram`` is False where memory is short. What can't be stored is left and
         counted; nothing raises but SessionFatal.
         """
-        stored: dict[int, str] = {}
-        self._store(stored, entry, begin, end, ranks, in_ram)
+        stored, _ = self._stored_of(self._park(entry, begin, end, ranks, in_ram))
         entry.settle()
         return stored
 
-    def _store(
-        self,
-        stored: dict[int, str],
-        entry: PooledContext,
-        begin: int,
-        end: int,
-        ranks: Ranks,
-        in_ram: bool,
-    ) -> bool:
-        """``park_range`` into ``stored``; False where it was cancelled."""
+    def _stored_of(self, blocks: Iterator[tuple[int, str]]) -> tuple[dict[int, str], bool]:
+        """What ``_park`` stores, as ``park_range`` tells it, and False where it was cancelled."""
+        stored: dict[int, str] = {}
         if self._off:
-            return True
+            return stored, True
         try:
-            self._park(stored, entry, begin, end, ranks, in_ram)
+            stored.update(blocks)  # one by one: what is in it by then stays
         except SessionFatal:
             raise
         except Cancelled:
-            return False
+            return stored, False
         except Exception:
             log.exception("parking failed; what was to be parked is evaluated again")
             self.failed += 1
-        return True
+        return stored, True
 
     def _park(
-        self,
-        stored: dict[int, str],
-        entry: PooledContext,
-        begin: int,
-        end: int,
-        ranks: Ranks,
-        in_ram: bool,
-    ) -> None:
+        self, entry: PooledContext, begin: int, end: int, ranks: Ranks, in_ram: bool
+    ) -> Iterator[tuple[int, str]]:
+        """Store block by block: where each that is stored now begins, and its key."""
         tokens = entry.tokens
         size = _without_images(tokens)
         self.store.tick()
@@ -214,7 +201,7 @@ class Parking:
                 state = self._exported(entry, left, right)
                 if state is None:
                     if not self._ranges and (left, right) != (0, len(tokens)):
-                        self._park(stored, entry, 0, len(tokens), ranks, in_ram)
+                        yield from self._park(entry, 0, len(tokens), ranks, in_ram)
                         return
                     continue
                 header = self._header(entry, left, right, before, chain)
@@ -223,7 +210,7 @@ class Parking:
                 key = chain
                 if self._ranges:
                     self.store.absorb(key)
-            stored[left] = key
+            yield left, key
 
     def _stored(self, before: str, chain: str, ids: Tokens, rank: int) -> str | None:
         """The key of what is stored already and has all of it."""

@@ -15,7 +15,6 @@ from modeld.shared.messages import PlacedOut
 from modeld.workers.batched_contexts import BatchedContexts
 from modeld.workers.batching import Gate
 from modeld.workers.engine import BatchingEngine, Engine, EngineContext
-from modeld.workers.new_files import Cancelled
 from modeld.workers.pooled_context import PooledContext, Shape, Tokens, common_prefix
 
 if TYPE_CHECKING:
@@ -195,9 +194,7 @@ class ContextPool:
         taken = entry is not None
         if entry is None:
             entry, taken = self._make_room(mine.shape, 0)
-        if not entry.park():
-            raise Cancelled
-        entry.trim(0)
+        entry.clear()
         entry.owner = mine.owner
         self.touch(entry)
         return entry, taken
@@ -307,9 +304,7 @@ class ContextPool:
                 )
                 break
             except InsufficientMemory as error:
-                if self._free_spare(1):
-                    continue
-                if self.parking is not None and self.parking.make_way(error):
+                if self._made_way(error):
                     continue
                 if not self._free_contexts(1):
                     raise self._exhausted(error) from None
@@ -351,6 +346,14 @@ class ContextPool:
             freed += sum(entry.bytes for entry in streams)
             self._drop_batch()
         return freed
+
+    def _made_way(self, refusal: InsufficientMemory) -> bool:
+        """Whether anything was freed for a context that was refused, without the loss of another:
+        what costs nothing first, then the store's RAM.
+        """
+        if self._free_spare(1):
+            return True
+        return self.parking is not None and self.parking.make_way(refusal)
 
     def _is_spare(self, entry: PooledContext) -> bool:
         size, tokens = len(entry), entry.tokens
@@ -398,9 +401,7 @@ class ContextPool:
                     return self._create(shape, compute_bytes), False
                 except InsufficientMemory as error:
                     refusal = error
-                    if self._free_spare(1):
-                        continue
-                    if self.parking is not None and self.parking.make_way(error):
+                    if self._made_way(error):
                         continue
             free = self._reclaimable()
             if not free and refusal is not None and self._free_contexts(1):

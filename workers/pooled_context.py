@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from modeld.shared.errors import SessionFatal
 from modeld.workers.engine import Cancelled, EngineContext, Measured, SelfSampling, Settling
+from modeld.workers.new_files import Cancelled as Stopped
 
 if TYPE_CHECKING:
     from modeld.shared.messages import DecodeIn
@@ -127,6 +128,14 @@ class PooledContext:
         self._unmark(keep)
         if not keep:
             self.ranks = ()  # they were of what is gone
+
+    def clear(self) -> None:
+        """All that is held goes, to the cold store where there is one. Raises SessionFatal, and
+        Cancelled, which leaves it as it is.
+        """
+        if not self.park():
+            raise Stopped
+        self.trim(0)
 
     def mark(self) -> Mark:
         """Of all that is held now; good for as long as the caller keeps it."""

@@ -109,9 +109,7 @@ def _bring_in(session: Session, pool: ContextPool, incoming: state_import.Incomi
                 raise
             # All that it holds is another session's cache, which may go once all is verified.
             incoming.verify()
-            if not session.entry.park():
-                raise Cancelled from None
-            session.entry.trim(0)
+            session.entry.clear()
         else:
             return
     mine = session.entry

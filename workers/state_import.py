@@ -131,9 +131,7 @@ def append(session: Session, incoming: Incoming) -> None:
     """Behind what the context holds, which stays: undone by going back."""
     entry, begin = session.entry, incoming.begin
     if not begin:
-        if not entry.park():
-            raise Cancelled
-        entry.trim(0)  # of another kv_digest, which this session could never use
+        entry.clear()  # of another kv_digest, which this session could never use
         entry.kv_digest, entry.runtime_digest = session.kv_digest, session.runtime_digest
     try:
         incoming.into(entry)
