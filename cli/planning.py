@@ -147,7 +147,7 @@ class LocalPlanner:
             k_type=k_type,
             v_type=v_type,
             sessions=wanted.sessions,
-            streams=config.batch_streams if wanted.layout == "batched" else 0,
+            streams=config.streams(wanted.layout),
         )
 
     def _find(self, model: str) -> StoredModel:

@@ -166,6 +166,10 @@ class Config:
             return k_type, v_type or k_type
         return k_type or self.k_type, v_type or self.v_type
 
+    def streams(self, layout: str) -> int:
+        """Of the context that a session of that layout gets; 0: it is the session's own."""
+        return self.batch_streams if layout == "batched" else 0
+
     def with_settings(self, changes: Mapping[str, str], where: str) -> Config:
         """The same with some settings of the planner as if they were these texts.
 

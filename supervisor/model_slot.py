@@ -88,9 +88,8 @@ class ModelSlot(LoadingSlot):
         """Open or attach a session, loading the model if policy allows."""
         started = time.monotonic()
         load_s = 0.0
-        if request.layout == "batched":
-            shared = replace(request.capacity, streams=self.config.batch_streams)
-            request = replace(request, capacity=shared)
+        streams = self.config.streams(request.layout)
+        request = replace(request, capacity=replace(request.capacity, streams=streams))
         while True:
             model = self.find_model(request.model)
             try:

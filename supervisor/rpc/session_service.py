@@ -356,8 +356,7 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
         if request.what_if:
             config = config.with_settings(dict(request.what_if), "what_if")
         wanted = _capacity(request.window, request.k_type, request.v_type, config, slot.backend)
-        if _layout(request.layout) == "batched":
-            wanted = replace(wanted, streams=config.batch_streams)
+        wanted = replace(wanted, streams=config.streams(_layout(request.layout)))
         machine: MachineReading | None = None
         plan = self._resident_plan(slot, request, resident, wanted)
         source = "open_session"

@@ -8,53 +8,24 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from modeld.cli import daemon_start, demo_model
 from modeld.cli.exit_codes import MEANINGS, Exit, exit_code_of
-from modeld.cli.main import COMMANDS, cli
+from modeld.cli.main import COMMANDS
 from modeld.client.discovery import look
 from modeld.shared import errors as typed
 from modeld.shared.errors import type_of
 from modeld.shared.lease_record import DiscoveryState
 from modeld.v1 import session_pb2
-from tests.support.fake_daemon import FakeDaemon
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="md") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-def daemon(root: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(root) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def modeld(root, monkeypatch):
-    """Run the command in this process on the test's data root."""
-    monkeypatch.setenv("MODELD_DATA_ROOT", str(root))
-
-    def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
-        result = CliRunner().invoke(cli, arguments, input=stdin)
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return run
 
 
 def error_of(result: Result) -> dict[str, Any]:

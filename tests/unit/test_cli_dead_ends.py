@@ -6,48 +6,17 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from modeld.cli import daemon_start
 from modeld.cli.exit_codes import Exit
-from modeld.cli.main import cli
 from modeld.cli.progress import Meanwhile
 from modeld.client import Client, QueueStatus
 from modeld.shared import errors as typed
 from modeld.v1 import session_pb2
-from tests.support.fake_daemon import FakeDaemon
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="md") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-def daemon(root: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(root) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def modeld(root, monkeypatch):
-    """Run the command in this process on the test's data root."""
-    monkeypatch.setenv("MODELD_DATA_ROOT", str(root))
-
-    def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
-        result = CliRunner().invoke(cli, arguments, input=stdin)
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return run
 
 
 def process(

@@ -8,19 +8,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 import modeld as package
 from modeld.cli import checks
 from modeld.cli.checks import Finding, Level
 from modeld.cli.exit_codes import Exit
-from modeld.cli.main import cli
 from modeld.client.convert import from_proto
 from modeld.client.values_capacity import Device, Machine
 from modeld.client.values_daemon import Description, DiskStats
@@ -34,32 +32,6 @@ from tests.support import fake_daemon, tiny_models
 from tests.support.fake_daemon import FakeDaemon
 
 MACHINE = from_proto(Machine, fake_daemon.machine())
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="md") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-def daemon(root: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(root) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def modeld(root, monkeypatch):
-    """Run the command in this process on the test's data root."""
-    monkeypatch.setenv("MODELD_DATA_ROOT", str(root))
-
-    def run(*arguments: str | Path) -> Result:
-        result = CliRunner().invoke(cli, [str(one) for one in arguments])
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -6,23 +6,20 @@ import io
 import json
 import re
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from modeld.cli import output, plan_view
 from modeld.cli.budget_bar import Picture, draw
 from modeld.cli.exit_codes import Exit
-from modeld.cli.main import cli
 from modeld.cli.progress import Meanwhile
 from modeld.client import Client, ModelInfo
 from modeld.shared.errors import ModelLoadFailed
 from modeld.v1 import common_pb2
 from tests.support import tiny_models
-from tests.support.fake_daemon import FakeDaemon, FakeSession
+from tests.support.fake_daemon import FakeSession
 
 TITLE = "\x1b]0;owned\x07"  # sets a terminal's title
 CLEAR = "\x1b[2J"
@@ -32,25 +29,11 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 
 
 @pytest.fixture
-def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="md") as folder:
-        yield Path(folder)
+def modeld(modeld):
+    """The command, of which nothing may be unexpected."""
 
-
-@pytest.fixture
-def daemon(root: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(root) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def modeld(root, monkeypatch):
-    monkeypatch.setenv("MODELD_DATA_ROOT", str(root))
-
-    def run(*arguments: str | Path, charset: str = "utf-8") -> Result:
-        result = CliRunner(charset=charset).invoke(cli, [str(one) for one in arguments])
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
+    def run(*arguments: str | Path, **options: str) -> Result:
+        result: Result = modeld(*arguments, **options)
         assert "Unexpected" not in result.stderr
         return result
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,49 +12,27 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
 
 from modeld.cli.budget_bar import KINDS, MAX_WIDTH, MIN_WIDTH, Part, Picture, columns, draw
 from modeld.cli.budget_parts import pictures
 from modeld.cli.exit_codes import Exit
-from modeld.cli.main import cli
 from modeld.cli.plan_view import remedy_command
 from modeld.client.convert import from_proto
 from modeld.client.values_capacity import Remedy, Resolution
 from modeld.v1 import common_pb2, session_pb2
 from tests.support import tiny_models
-from tests.support.fake_daemon import LARGEST, FakeDaemon, planned
+from tests.support.fake_daemon import LARGEST, planned
 
 MIB = 1 << 20
 
 
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="md") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-def daemon(root: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(root) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def modeld(root, monkeypatch):
-    """Run the command in this process on the test's data root, 80 columns wide."""
-    monkeypatch.setenv("MODELD_DATA_ROOT", str(root))
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    """80 columns wide."""
     monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*arguments: str | Path, charset: str = "utf-8") -> Result:
-        result = CliRunner(charset=charset).invoke(cli, [str(one) for one in arguments])
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return run
 
 
 @pytest.fixture(scope="module")

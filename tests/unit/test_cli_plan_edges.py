@@ -7,16 +7,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from modeld.cli.exit_codes import Exit
-from modeld.cli.main import cli
 from modeld.cli.plan_view import remedy_command, with_data_root
 from modeld.client.values_capacity import Remedy
 from modeld.v1 import session_pb2
@@ -29,26 +26,11 @@ A_FILE = "planned here, for a file that isn't in a store"
 
 
 @pytest.fixture
-def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="md") as folder:
-        yield Path(folder)
+def modeld(modeld):
+    """The command, of which nothing may be unexpected."""
 
-
-@pytest.fixture
-def daemon(root: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(root) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def modeld(root, monkeypatch):
-    """Run the command in this process on the test's data root. What nobody expected is raised."""
-    monkeypatch.setenv("MODELD_DATA_ROOT", str(root))
-
-    def run(*arguments: str | Path) -> Result:
-        result = CliRunner().invoke(cli, [str(one) for one in arguments])
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
+    def run(*arguments: str | Path, **options: str) -> Result:
+        result: Result = modeld(*arguments, **options)
         assert "Unexpected" not in result.stderr
         return result
 

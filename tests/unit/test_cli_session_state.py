@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from modeld.cli.exit_codes import Exit
-from modeld.cli.main import cli
 from modeld.client import Client
 from modeld.shared import errors as typed
 from modeld.v1 import session_pb2 as pb
@@ -20,30 +18,7 @@ from tests.support.fake_daemon import FakeDaemon, FakeSession
 
 Modeld = Callable[..., Result]
 
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="md") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-def daemon(root: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(root) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def modeld(root: Path, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Modeld:
-    monkeypatch.setenv("MODELD_DATA_ROOT", str(root))
-
-    def run(*arguments: str, stdin: str | None = None) -> Result:
-        result = CliRunner().invoke(cli, arguments, input=stdin)
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return run
+pytestmark = pytest.mark.usefixtures("daemon")
 
 
 def session_of(daemon: FakeDaemon, key: str) -> FakeSession:

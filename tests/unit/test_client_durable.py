@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from modeld import client as modeld
-from modeld.client import AsyncClient, Client
 from modeld.shared import errors as typed
 from modeld.v1 import session_pb2
+from tests.support.both_clients import done
 from tests.support.fake_daemon import FakeDaemon, Hangup
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -22,22 +19,9 @@ AGAIN = {"role": "user", "content": "again"}
 KEY = "k"
 
 
-@pytest.fixture
-def daemon() -> Iterator[FakeDaemon]:
-    with tempfile.TemporaryDirectory(prefix="md") as folder, FakeDaemon(Path(folder)) as daemon:
-        daemon.world.saved = session_pb2.Saved(ok=True, tokens=40, saved_unix_ms=1)
-        yield daemon
-
-
-@pytest.fixture(params=[Client, AsyncClient], ids=["sync", "asyncio"])
-async def client(request: pytest.FixtureRequest, daemon: FakeDaemon) -> AsyncIterator[Any]:
-    connected = await done(request.param.connect(daemon.world.data_root))
-    yield connected
-    await done(connected.close())
-
-
-async def done(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+@pytest.fixture(autouse=True)
+def saves(daemon: FakeDaemon) -> None:
+    daemon.world.saved = session_pb2.Saved(ok=True, tokens=40, saved_unix_ms=1)
 
 
 async def opened(client: Any, **options: Any) -> tuple[Any, str]:

@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import logging
 import tarfile
-import tempfile
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from modeld import client as modeld
-from modeld.client import AsyncClient, Client
 from modeld.client.snapshot_file import SnapshotWriter, read_chunks
 from modeld.client.values_residency import SnapshotChunk
 from modeld.shared import errors as typed
 from modeld.v1 import session_pb2
-from tests.support.fake_daemon import FakeDaemon, Hangup
+from tests.support.both_clients import done
+from tests.support.fake_daemon import Hangup
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 HELLO = {"role": "user", "content": "hello world"}
 AGAIN = {"role": "user", "content": "again"}
-
-
-@pytest.fixture
-def daemon() -> Iterator[FakeDaemon]:
-    with tempfile.TemporaryDirectory(prefix="md") as folder, FakeDaemon(Path(folder)) as daemon:
-        yield daemon
-
-
-@pytest.fixture(params=[Client, AsyncClient], ids=["sync", "asyncio"])
-async def client(request: pytest.FixtureRequest, daemon: FakeDaemon) -> AsyncIterator[Any]:
-    """Both clients keep the same promises; their calls are awaited where there is something to."""
-    connected = await done(request.param.connect(daemon.world.data_root))
-    yield connected
-    await done(connected.close())
-
-
-async def done(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 async def opened(client: Any, **options: Any) -> Any:

@@ -4,41 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from modeld.cli.exit_codes import Exit
-from modeld.cli.main import cli
 from modeld.client import AsyncClient, Client, ContextOverflow, Embedding, InvalidRequest
 from modeld.shared.embedding import MAX_TEXT_BYTES, MAX_TEXTS, check_texts
 from tests.support.fake_daemon import FakeDaemon
 
 Modeld = Callable[..., Result]
+
+pytestmark = pytest.mark.usefixtures("daemon")
 VECTORS = (Embedding((2.0, 97.0), 2), Embedding((1.0, 98.0), 1))
-
-
-@pytest.fixture
-def daemon() -> Iterator[FakeDaemon]:
-    with tempfile.TemporaryDirectory(prefix="md") as folder, FakeDaemon(Path(folder)) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def modeld(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Modeld:
-    monkeypatch.setenv("MODELD_DATA_ROOT", str(daemon.world.data_root))
-
-    def run(*arguments: str, stdin: str | None = None) -> Result:
-        result = CliRunner().invoke(cli, arguments, input=stdin)
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return run
 
 
 def test_a_client_gets_a_vector_for_each_text_in_order(daemon: FakeDaemon) -> None:
