@@ -56,6 +56,7 @@ from modeld.supervisor.lifecycle import WorkerState
 from modeld.supervisor.model_slot import ModelSlot, OpenRequest
 from modeld.supervisor.models.store import ModelRecord, StoredModel
 from modeld.supervisor.planning import Planning
+from modeld.supervisor.sessions import Session
 from modeld.supervisor.slot_core import Caller
 
 MIB = 1 << 20
@@ -374,3 +375,13 @@ def make_slots(
     by_pid = {worker.pid: worker for worker in workers.values()}
     monkeypatch.setattr(planning_slot, "anonymous_bytes", lambda pid: by_pid[pid].anonymous)
     return Slots(config, machine, store, slots, workers)
+
+
+async def open_several(slots: Slots, count: int, window: int) -> list[Session]:
+    """Sessions of "big", in the order of their last use."""
+    opened = []
+    for number in range(count):
+        session = await slots.open("big", window)
+        session.used_at = float(number)
+        opened.append(session)
+    return opened

@@ -39,6 +39,7 @@ from modeld.supervisor.model_slot import ModelSlot, OpenRequest
 from modeld.supervisor.planning_slot import WhatIf
 from modeld.supervisor.sessions import Back, Session
 from modeld.supervisor.slot_core import Caller
+from tests.support import slots as slots_support
 from tests.support.slots import GIB, MIB, Machine, Slots, Worker, make_slots
 
 WINDOW = 8192
@@ -60,13 +61,7 @@ def slot_of(slots: Slots) -> tuple[ModelSlot, Worker]:
 
 
 async def open_several(slots: Slots, count: int = SEVERAL) -> list[Session]:
-    """Sessions in the order of their last use."""
-    opened = []
-    for number in range(count):
-        session = await slots.open("big", WINDOW)
-        session.used_at = float(number)
-        opened.append(session)
-    return opened
+    return await slots_support.open_several(slots, count, WINDOW)
 
 
 async def use(slot: ModelSlot, session: Session) -> None:

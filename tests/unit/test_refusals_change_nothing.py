@@ -30,6 +30,7 @@ from modeld.supervisor.model_slot import ModelSlot, Opened, OpenRequest
 from modeld.supervisor.saved_quota import SavedQuota
 from modeld.supervisor.sessions import Session
 from modeld.supervisor.slot_core import Caller
+from tests.support import slots as slots_support
 from tests.support.slots import GIB, Machine, Slots, Worker, make_slots
 
 WINDOW = 8192
@@ -69,13 +70,7 @@ async def open_by(slots: Slots, key: str, model: str = "big", **given: Any) -> O
 
 
 async def open_several(slots: Slots, count: int = SEVERAL) -> list[Session]:
-    """Sessions in the order of their last use."""
-    opened = []
-    for number in range(count):
-        session = await slots.open("big", WINDOW)
-        session.used_at = float(number)
-        opened.append(session)
-    return opened
+    return await slots_support.open_several(slots, count, WINDOW)
 
 
 def sent(worker: Worker, *kinds: type[P]) -> list[P]:
