@@ -11,6 +11,7 @@ stands between two waits is done as if alone, and the engine is used by one thre
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of a prompt at a time while other operations run: they wait for so many tokens at most. Each
+# Of prompts at a time while other operations run: they wait for so many tokens at most. Each
 # takes a small model milliseconds, so that a stream's next token comes within a blink.
 CHUNK_TOKENS = 64
 
@@ -97,16 +98,22 @@ class _Request:
     error: ModeldError | None = None
     finished: bool = field(default=False)
 
+    @property
+    def left(self) -> int:
+        """Tokens not yet evaluated."""
+        return len(self.tokens) - self.done
+
 
 class Gate:
     """Between operations and the engine: takes requests, runs batches, says who goes on.
 
-    Each round serves either every sampled token that waits, together, or one chunk of one prompt;
-    where both wait, they alternate, and several prompts take turns.
+    Each round serves either every sampled token that waits, together, or one chunk of prompts:
+    of one, and whatever other prompts end within it. Where both wait, they alternate, and several
+    prompts take turns.
     """
 
     def __init__(self, chunk: int = CHUNK_TOKENS) -> None:
-        """``chunk``: tokens of a prompt at a time while other operations run."""
+        """``chunk``: tokens of prompts at a time while other operations run."""
         self._chunk = chunk
         self._pending: list[_Request] = []
         self._prompt_was_last = False
@@ -183,7 +190,7 @@ class Gate:
                 self._steps(sampled)
             elif prompts:
                 self._prompt_was_last = True
-                self._prompt_chunk(prompts[0])
+                self._prompts(prompts)
         except Exception as error:
             # One context holds what all of them have: none can be trusted.
             fatal = error if isinstance(error, SessionFatal) else _unplanned(error)
@@ -197,9 +204,18 @@ class Gate:
         for request in requests:
             request.done, request.finished = 1, True
 
-    def _prompt_chunk(self, request: _Request) -> None:
-        left = len(request.tokens) - request.done
-        most = min(request.batch.chunk, self._chunk) if self.alive > 1 else request.batch.chunk
+    def _prompts(self, requests: list[_Request]) -> None:
+        """A chunk of the first one. Short ones share it: each sampled token that they let pass in
+        between would be evaluated in a smaller batch than when they all go on.
+        """
+        most = min(requests[0].batch.chunk, self._chunk if self.alive > 1 else sys.maxsize)
+        for number, request in enumerate(requests):
+            if number == 0 or request.left <= most:
+                most -= self._prompt_chunk(request, most)
+
+    def _prompt_chunk(self, request: _Request, most: int) -> int:
+        """Tokens of the chunk that are spent."""
+        left = request.left
         count = min(most, left)
         if count > 2 and left - count == 1:
             count -= 1  # a prompt's token alone rounds differently
@@ -214,6 +230,7 @@ class Gate:
         if not request.finished and request in self._pending:  # the next one's turn
             self._pending.remove(request)
             self._pending.append(request)
+        return count
 
 
 def _never() -> bool:

@@ -2,7 +2,7 @@
 
 The handler does the work; this loop turns what it returns or raises into exactly one terminal
 frame per operation. One operation at a time, unless the handler says which may run beside each
-other (``workers/batching.py``). It knows no socket: frames go to a ``Send``.
+other (``workers/batching.py``). It knows no socket: frames go to an ``Out``.
 """
 
 from __future__ import annotations
@@ -93,9 +93,17 @@ class Pulse:
         return self.keeper.cold_bytes if self.keeper is not None else 0
 
 
-class Send(Protocol):
-    def __call__(self, kind: Kind, generation: int, op_id: int, seq: int, payload: Payload) -> None:
-        """Queue a frame; never blocks."""
+class Out(Protocol):
+    """Where an operation's frames go. No call blocks."""
+
+    def send(self, kind: Kind, generation: int, op_id: int, seq: int, payload: Payload) -> None:
+        """Queue a frame."""
+
+    def flush(self) -> None:
+        """See that what is queued goes out."""
+
+    def ended(self, operation: RunningOp) -> None:
+        """Called after the operation's terminal frame."""
 
 
 class RunningOp:
@@ -105,12 +113,12 @@ class RunningOp:
     """
 
     def __init__(
-        self, op_id: int, generation: int, request: msgspec.Raw, send: Send, pulse: Pulse
+        self, op_id: int, generation: int, request: msgspec.Raw, out: Out, pulse: Pulse
     ) -> None:
         self.op_id = op_id
         self.generation = generation
         self.request = request
-        self._send = send
+        self._out = out
         self._pulse = pulse
         self._seq = 0
         self._cancelled = False
@@ -163,8 +171,10 @@ class RunningOp:
         self._frame(kind, payload)
 
     def _frame(self, kind: Kind, payload: Payload) -> None:
-        self._send(kind, self.generation, self.op_id, self._seq, payload)
+        self._out.send(kind, self.generation, self.op_id, self._seq, payload)
         self._seq += 1
+        if self._strand is None:  # else the loop does it, once for all strands of a round
+            self._out.flush()
 
     # --- I/O thread ------------------------------------------------------------------------
 
@@ -194,10 +204,10 @@ Task: TypeAlias = RunningOp | Strand | None  # a strand that can go on; None: le
 Tasks: TypeAlias = "queue.SimpleQueue[Task]"
 
 
-def run(handler: Handler, tasks: Tasks, pulse: Pulse, ended: Callable[[RunningOp], None]) -> None:
-    """Serve until None is taken from the queue. ``ended`` is called after each terminal frame."""
+def run(handler: Handler, tasks: Tasks, pulse: Pulse, out: Out) -> None:
+    """Serve until None is taken from the queue."""
     pulse.keeper = handler if isinstance(handler, ColdKeeping) else None
-    _Loop(handler, tasks, pulse, ended).run()
+    _Loop(handler, tasks, pulse, out).run()
 
 
 @dataclass(frozen=True)
@@ -210,10 +220,8 @@ class _Arrived:
 class _Loop:
     """Who runs now. Everything here is done by the main thread, while no strand runs."""
 
-    def __init__(
-        self, handler: Handler, tasks: Tasks, pulse: Pulse, ended: Callable[[RunningOp], None]
-    ) -> None:
-        self._handler, self._tasks, self._pulse, self._ended = handler, tasks, pulse, ended
+    def __init__(self, handler: Handler, tasks: Tasks, pulse: Pulse, out: Out) -> None:
+        self._handler, self._tasks, self._pulse, self._out = handler, tasks, pulse, out
         self._batching = handler if isinstance(handler, Batching) else None
         self._gate = self._batching.gate if self._batching is not None else Gate()
         self._line: deque[_Arrived] = deque()
@@ -228,10 +236,13 @@ class _Loop:
             if self._ready:
                 self._go_on(self._ready.popleft())
             elif self._gate.waiting:
+                # The engine takes its time without the interpreter, which the I/O thread needs.
+                self._out.flush()
                 self._ready += self._gate.round()
             elif self._running or not self._leaving:
                 self._wait()
             else:
+                self._out.flush()
                 return
 
     def _take_what_came(self) -> None:
@@ -241,6 +252,7 @@ class _Loop:
 
     def _wait(self) -> None:
         """For the next task. All that run wait for credit: by order, they don't hang."""
+        self._out.flush()
         try:
             self._accept(self._tasks.get(timeout=_CREDIT_BEAT_S if self._running else None))
         except queue.Empty:
@@ -283,6 +295,7 @@ class _Loop:
                 self._begin(arrived)
                 continue
             self._pulse.busy_op = arrived.operation.op_id
+            self._out.flush()
             self._end(arrived, *_serve(self._handler, arrived.request, arrived.operation))
         self._line.extendleft(reversed(passed))
 
@@ -305,6 +318,8 @@ class _Loop:
         self._tell_busy()
 
     def _go_on(self, strand: Strand) -> None:
+        if not strand.begun:  # what precedes its first batch may take long
+            self._out.flush()
         if not self._gate.run(strand):
             return
         del self._running[strand]
@@ -315,7 +330,7 @@ class _Loop:
         self._tell_busy(ended=arrived)
         self._pulse.progress += 1
         arrived.operation.finish(kind, payload)
-        self._ended(arrived.operation)
+        self._out.ended(arrived.operation)
 
     def _tell_busy(self, ended: _Arrived | None = None) -> None:
         """In heartbeats: the one that has run longest."""

@@ -82,9 +82,13 @@ class IoThread:
         self._thread.start()
 
     def send(self, kind: Kind, generation: int, op_id: int, seq: int, payload: Payload) -> None:
-        """Queue a frame; never blocks. Encoded here, so that a bad payload fails its maker."""
+        """See ``Out``. Encoded here, so that a bad payload fails its maker."""
         self._outbox.append(self._encode(kind, generation, op_id, seq, payload))
-        self._wake()
+
+    def flush(self) -> None:
+        """See ``Out``."""
+        if self._outbox:
+            self._wake()
 
     def ended(self, operation: RunningOp) -> None:
         with self._lock:
@@ -228,7 +232,7 @@ class IoThread:
             return
         self._newest_generation = envelope.generation
         operation = RunningOp(
-            envelope.op_id, envelope.generation, envelope.payload, self.send, self._pulse
+            envelope.op_id, envelope.generation, envelope.payload, self, self._pulse
         )
         with self._lock:
             self._operations[envelope.op_id] = operation

@@ -77,8 +77,9 @@ def main(make_handler: Callable[[], Handler]) -> int:
         log.debug("boot", exc_info=True)
         return _cannot_boot(error)
     io.send(Kind.HELLO, 0, 0, 0, hello)
+    io.flush()
     try:
-        run(handler, tasks, pulse, io.ended)
+        run(handler, tasks, pulse, io)
     finally:
         handler.close()
         io.close()

@@ -117,6 +117,28 @@ class BatchingFake(FakeEngine):
         return [len(batch) for batch in self.log if all(count == 1 for _, count in batch)]
 
 
+class Kept:
+    """Where frames go: each is handed on, and the loop must see that none is forgotten."""
+
+    def __init__(
+        self,
+        keep: Callable[[Kind, int, int, Payload], None] = lambda *frame: None,
+        on_end: Callable[[int], None] = lambda op_id: None,
+    ) -> None:
+        self.held = 0  # sent since the last flush
+        self._keep, self._on_end = keep, on_end
+
+    def send(self, kind: Kind, generation: int, op_id: int, seq: int, payload: Payload) -> None:
+        self.held += 1
+        self._keep(kind, op_id, seq, payload)
+
+    def flush(self) -> None:
+        self.held = 0
+
+    def ended(self, operation: RunningOp) -> None:
+        self._on_end(operation.op_id)
+
+
 class Rig:
     """A worker's loop over a core. Operations are numbered from 1 in the order sent."""
 
@@ -128,33 +150,34 @@ class Rig:
         self.operations: list[RunningOp] = []
         self.frames: list[tuple[int, Kind, Payload]] = []
         self.ended: list[int] = []
+        self.out = Kept(self._keep, self._end)
         self.on_end: Callable[[int], None] = lambda op_id: None
         self._turns = 0
         self.do(load or LoadOp(path="m", model="m", digest="d", max_contexts=contexts))
 
     def send(self, request: Payload, *, credit: int = PLENTY) -> int:
         operation = RunningOp(
-            len(self.operations) + 1, 7, encode_payload(request), self._keep, self.pulse
+            len(self.operations) + 1, 7, encode_payload(request), self.out, self.pulse
         )
         operation.grant(credit)
         self.operations.append(operation)
         self.tasks.put(operation)
         return operation.op_id
 
-    def _keep(self, kind: Kind, generation: int, op_id: int, seq: int, payload: Payload) -> None:
+    def _keep(self, kind: Kind, op_id: int, seq: int, payload: Payload) -> None:
         assert seq == sum(op == op_id for op, _, _ in self.frames)
         self.frames.append((op_id, kind, payload))
 
+    def _end(self, op_id: int) -> None:
+        self.ended.append(op_id)
+        self.on_end(op_id)
+        if len(self.ended) == len(self.operations):
+            self.tasks.put(None)
+
     def run(self) -> None:
         """Until all that was sent has ended, what is sent meanwhile too."""
-
-        def ended(operation: RunningOp) -> None:
-            self.ended.append(operation.op_id)
-            self.on_end(operation.op_id)
-            if len(self.ended) == len(self.operations):
-                self.tasks.put(None)
-
-        run(self.core, self.tasks, self.pulse, ended)
+        run(self.core, self.tasks, self.pulse, self.out)
+        assert not self.out.held, "frames were left in the queue"
         ends = [op for op, kind, _ in self.frames if kind in (Kind.DONE, Kind.ERROR)]
         assert sorted(ends) == [operation.op_id for operation in self.operations], "one end each"
         assert self.ended == ends

@@ -106,6 +106,28 @@ def test_prompts_take_turns() -> None:
     assert order[:9] == [0, 1, 2] * 3
 
 
+@pytest.mark.parametrize(("length", "at_once"), [(16, 4), (17, 3), (30, 2), (40, 1)])
+def test_short_prompts_share_a_chunk(length: int, at_once: int) -> None:
+    made = rig(*"abcd")
+    turns = {name: made.send_turn(name, name * length, 9) for name in "abcd"}
+    made.run()
+    sizes = [[count for _, count in batch] for batch in engine_of(made).log]
+    assert sizes[: at_once + 1] == [[length]] * at_once + [[1] * at_once]
+    for name, op_id in turns.items():
+        assert made.ids(op_id) == alone(name * length, 9)
+
+
+def test_what_was_made_is_on_its_way_before_the_engine_goes_on() -> None:
+    made = rig("a", "b")
+    held: list[int] = []
+    engine_of(made).between = lambda batch: held.append(made.out.held)
+    made.send_turn("a", TEXTS["a"])
+    made.send_turn("b", TEXTS["c"])
+    made.run()
+    assert len(held) == len(engine_of(made).log) > 12
+    assert not any(held)
+
+
 def test_a_reader_who_takes_nothing_stops_nobody_else() -> None:
     made = rig("a", "b", "c")
     stalled = made.send_turn("a", TEXTS["a"], credit=2)

@@ -28,6 +28,7 @@ class Rig:
 
     def __init__(self, handle: Callable[[Payload, OpContext], Payload]) -> None:
         self.frames: list[Frame] = []
+        self.flushed = 0
         self.pulse = Pulse()
         self.tasks: Tasks = queue.SimpleQueue()
         self._handle = handle
@@ -42,17 +43,23 @@ class Rig:
         pass
 
     def operation(self, op_id: int = 1, payload: Payload | None = None) -> RunningOp:
-        def send(kind: Kind, generation: int, op_id: int, seq: int, payload: Payload) -> None:
-            self.frames.append((kind, generation, op_id, seq, payload))
+        return RunningOp(op_id, 7, encode_payload(payload or UnloadOp()), self, self.pulse)
 
-        request = encode_payload(payload or UnloadOp())
-        return RunningOp(op_id, 7, request, send, self.pulse)
+    def send(self, kind: Kind, generation: int, op_id: int, seq: int, payload: Payload) -> None:
+        self.frames.append((kind, generation, op_id, seq, payload))
+
+    def flush(self) -> None:
+        self.flushed = len(self.frames)
+
+    def ended(self, operation: RunningOp) -> None:
+        pass
 
     def run(self, *operations: RunningOp) -> None:
         for operation in operations:
             self.tasks.put(operation)
         self.tasks.put(None)
-        run(self, self.tasks, self.pulse, lambda operation: None)
+        run(self, self.tasks, self.pulse, self)
+        assert self.flushed == len(self.frames)
 
 
 def test_frames_are_numbered_from_zero_and_end_with_one_terminal() -> None:

@@ -23,6 +23,7 @@ from modeld.shared.messages import (
 from modeld.workers.executor import Pulse, Tasks, run
 from modeld.workers.pooled_context import PooledContext
 from modeld.workers.state_file import token_chains
+from tests.support.batch_rig import Kept
 from tests.support.cold import GIB, A, B, Parked, answer
 from tests.support.core_harness import FakeOp, Harness, options, raw
 from tests.support.fake_engine import FakeEngine
@@ -57,7 +58,7 @@ def test_heartbeats_tell_what_the_store_takes_of_ram() -> None:
     tasks: Tasks = queue.SimpleQueue()
     tasks.put(None)
     pulse = Pulse()
-    run(harness.core, tasks, pulse, lambda operation: None)
+    run(harness.core, tasks, pulse, Kept())
     assert pulse.cold_bytes == 0
     harness.open(window=1024)
     answer(harness, raw(A))
