@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from modeld.workers.engine import Piece
+
 if TYPE_CHECKING:
     from modeld.workers.engine import BatchContext, EngineContext, Logits
 
@@ -36,10 +38,7 @@ def compared(
     are empty before. ``lengths``: of the prompts, in tokens, such that the engine's routines show
     what they differ by. Raises SessionFatal where they don't compute.
     """
-    tokens = [
-        [(7 * at + 31 * s + 11) % vocabulary for at in range(length + _STEPS)]
-        for s, length in enumerate(lengths)
-    ]
+    tokens = [_tokens(stream, length + _STEPS, vocabulary) for stream, length in enumerate(lengths)]
     for stream, prompt_tokens, head in zip(batch.streams, tokens, lengths, strict=True):
         stream.evaluate(prompt_tokens[:head], 0, cancelled=_never)
     own.evaluate(tokens[1][: lengths[1]], 0, cancelled=_never)
@@ -52,8 +51,12 @@ def compared(
         batch.company = True
         drift = max(drift, *(_furthest(_rows(batch, tokens, one), two) for one in ((1,), (1, 3))))
     rows = two if alone else _rows(batch, tokens, (1,))
+    if batch.together:
+        prompts = [_tokens(stream, lengths[1], vocabulary) for stream in range(STREAMS)]
+        prompt, among = (_prompt(batch, prompts, group) for group in ((1,), range(STREAMS)))
+        drift = max(drift, _furthest([prompt], [among]))
     from_own = _furthest([prompt, *rows], apart)
-    how = f"{STREAMS} streams together at load: logits behind a prompt of {lengths[1]} tokens were"
+    how = f"{STREAMS} streams together at load: logits of a prompt of {lengths[1]} tokens were"
     if drift:
         return Shared(
             f"yes: {how} other ones among one and three others (by up to {drift:.2g}): not exact",
@@ -73,6 +76,19 @@ def compared(
     else:
         how += ", and the same as in a context of its own"
     return Shared(f"yes: {how}", company=bool(alone), served=True)
+
+
+def _tokens(stream: int, count: int, vocabulary: int) -> list[int]:
+    return [(7 * at + 31 * stream + 11) % vocabulary for at in range(count)]
+
+
+def _prompt(batch: BatchContext, prompts: list[list[int]], group: Sequence[int]) -> Logits:
+    """Stream 1's logits behind its prompt, evaluated with those of a group."""
+    for stream in batch.streams:
+        stream.trim(0)
+    ids = [np.asarray(tokens, dtype=np.int64) for tokens in prompts]
+    batch.evaluate([Piece(index, ids[index], True, _never) for index in group])
+    return batch.streams[1].logits().copy()
 
 
 def _own_steps(context: EngineContext, tokens: list[int]) -> list[Logits]:

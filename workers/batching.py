@@ -11,7 +11,6 @@ stands between two waits is done as if alone, and the engine is used by one thre
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from modeld.shared.errors import ModeldError, SessionFatal
+from modeld.workers.engine import Piece
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -107,9 +107,8 @@ class _Request:
 class Gate:
     """Between operations and the engine: takes requests, runs batches, says who goes on.
 
-    Each round serves either every sampled token that waits, together, or one chunk of prompts:
-    of one, and whatever other prompts end within it. Where both wait, they alternate, and several
-    prompts take turns.
+    Each round serves either every sampled token that waits, together, or a chunk of prompts. Where
+    both wait, they alternate, and several prompts take turns.
     """
 
     def __init__(self, chunk: int = CHUNK_TOKENS) -> None:
@@ -190,7 +189,7 @@ class Gate:
                 self._steps(sampled)
             elif prompts:
                 self._prompt_was_last = True
-                self._prompts(prompts)
+                self._prompts(prompts, awaited=bool(sampled))
         except Exception as error:
             # One context holds what all of them have: none can be trusted.
             fatal = error if isinstance(error, SessionFatal) else _unplanned(error)
@@ -204,33 +203,42 @@ class Gate:
         for request in requests:
             request.done, request.finished = 1, True
 
-    def _prompts(self, requests: list[_Request]) -> None:
-        """A chunk of the first one. Short ones share it: each sampled token that they let pass in
-        between would be evaluated in a smaller batch than when they all go on.
-        """
-        most = min(requests[0].batch.chunk, self._chunk if self.alive > 1 else sys.maxsize)
-        for number, request in enumerate(requests):
-            if number == 0 or request.left <= most:
-                most -= self._prompt_chunk(request, most)
+    def _prompts(self, requests: list[_Request], *, awaited: bool) -> None:
+        """A chunk of the first one, and what may share the engine batch with it.
 
-    def _prompt_chunk(self, request: _Request, most: int) -> int:
-        """Tokens of the chunk that are spent."""
-        left = request.left
-        count = min(most, left)
-        if count > 2 and left - count == 1:
-            count -= 1  # a prompt's token alone rounds differently
-        done = request.batch.evaluate(
-            request.stream,
-            request.tokens[request.done : request.done + count],
-            wanted=count == left,
-            cancelled=request.cancelled,
+        While sampled tokens are ``awaited`` that is what ends within the same chunk: each sampled
+        token in between would be evaluated in a smaller batch than when all go on. Else it is a
+        chunk of each, where the engine gains by it.
+        """
+        batch = requests[0].batch
+        most = self._chunk if self.alive > 1 else batch.chunk  # of one
+        free = batch.chunk if batch.together and not awaited else min(most, batch.chunk)
+        shares: list[tuple[_Request, int]] = []
+        for request in requests:
+            count = min(most, batch.chunk, request.left)
+            if count > 2 and request.left - count == 1:
+                count -= 1  # a prompt's token alone rounds differently
+            ends = count == request.left
+            if not shares or (count <= free and (ends or (batch.together and not awaited))):
+                shares.append((request, count))
+                free -= count
+        done = batch.evaluate(
+            [
+                Piece(
+                    request.stream,
+                    request.tokens[request.done : request.done + count],
+                    count == request.left,
+                    request.cancelled,
+                )
+                for request, count in shares
+            ]
         )
-        request.done += done
-        request.finished = done < count or count == left
-        if not request.finished and request in self._pending:  # the next one's turn
-            self._pending.remove(request)
-            self._pending.append(request)
-        return count
+        for (request, count), got in zip(shares, done, strict=True):
+            request.done += got
+            request.finished = got < count or not request.left
+            if not request.finished and request in self._pending:  # the next one's turn
+                self._pending.remove(request)
+                self._pending.append(request)
 
 
 def _never() -> bool:

@@ -171,6 +171,16 @@ class SelfSampling(Protocol):
         """
 
 
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Tokens of a prompt, in shape (tokens,), for the end of a stream."""
+
+    stream: int
+    tokens: NDArray[np.int64]
+    wanted: bool  # whether logits are, of the last one
+    cancelled: Cancelled
+
+
 class BatchContext(Protocol):
     """One engine context of several streams, whose sampled tokens can be evaluated together.
 
@@ -179,7 +189,8 @@ class BatchContext(Protocol):
     """
 
     window: int  # tokens a stream
-    chunk: int  # most tokens of a prompt that ``evaluate`` takes
+    chunk: int  # most tokens of prompts that ``evaluate`` takes
+    together: bool  # several streams' pieces of prompts take less time than one after another
     broken: bool  # nothing of it can be trusted; streams raise SessionFatal from then on
     company: bool  # a sampled token is never evaluated alone: the results would be other ones
 
@@ -192,11 +203,10 @@ class BatchContext(Protocol):
         Raises SessionFatal when what any stream holds is unknown afterwards.
         """
 
-    def evaluate(
-        self, stream: int, tokens: NDArray[np.int64], *, wanted: bool, cancelled: Cancelled
-    ) -> int:
-        """Append tokens of a prompt to a stream, and return how many were: fewer only when
-        cancelled. ``wanted``: whether logits are, of the last one. Raises as ``step`` does.
+    def evaluate(self, pieces: Sequence[Piece]) -> list[int]:
+        """Append to each of several streams a piece of its prompt, and return how many tokens of
+        each were: fewer than all only of what was cancelled. All of them are at most ``chunk``
+        tokens. Raises as ``step`` does.
         """
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from modeld.shared.messages import (
 )
 from modeld.supervisor.link import Operation
 from modeld.workers.batching import Gate
-from modeld.workers.engine import EngineContext
+from modeld.workers.engine import EngineContext, Piece
 from modeld.workers.llama import native
 from modeld.workers.llama.engine import LlamaEngine
 from modeld.workers.llama.streams import LlamaStreams
@@ -117,7 +118,10 @@ def test_a_prompt_is_what_it_is_in_a_context_of_its_own_however_it_is_cut(
     engine: LlamaEngine, batch: LlamaStreams
 ) -> None:
     own = engine.new_context(512, "f16", "f16")
-    expected = fill(own, TOKENS[0][:301])
+    near = fill(own, TOKENS[0][:301])
+    assert batch.company  # so that the last layer, too, computes several rows, and own's one
+    expected = fill(batch.streams[2], TOKENS[0][:301])
+    np.testing.assert_allclose(expected, near, atol=1e-5)
     for ends in ((301,), (64, 128, 300, 301), (1, 2, 301), (63, 127, 301)):
         stream, begin = batch.streams[2], 0
         stream.trim(0)
@@ -130,6 +134,64 @@ def test_a_prompt_is_what_it_is_in_a_context_of_its_own_however_it_is_cut(
             batch.streams[other].trim(0)
     assert np.array_equal(batch.streams[2].export_state(0, 301), own.export_state(0, 301))
     own.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "deepseek2"])
+def test_prompts_evaluated_together_are_what_each_is_alone(
+    engine: LlamaEngine, load: Load, kind: str
+) -> None:
+    load(kind, n_ubatch=128)
+    batch = engine.new_batch(4, 512, "f16", "f16", Gate())
+    heads, tails = (300, 9, 40, 2), (27, 25, 26, 27)
+    expected, states = [], []
+    for tokens, head, tail in zip(TOKENS, heads, tails, strict=True):
+        alone = batch.streams[0]
+        fill(alone, tokens[:head])
+        alone.evaluate(tokens[head : head + tail], head, cancelled=never)
+        expected.append(alone.logits().copy())
+        states.append(alone.export_state(0, head + tail))
+    for group in ((0, 1, 2, 3), (3, 2, 1), (0, 1), (0, 2, 3), (1, 3)):
+        for index in range(4):
+            fill(batch.streams[index], TOKENS[index][: heads[index]])
+        pieces = [
+            Piece(at, np.asarray(TOKENS[at][heads[at] : heads[at] + tails[at]]), True, never)
+            for at in group
+        ]
+        assert batch.evaluate(pieces) == [tails[at] for at in group]
+        for at in group:
+            stream = batch.streams[at]
+            assert stream.length == heads[at] + tails[at]
+            assert np.array_equal(stream.logits(), expected[at])
+            assert np.array_equal(stream.export_state(0, stream.length), states[at])
+        for at in {0, 1, 2, 3}.difference(group):
+            assert batch.streams[at].length == heads[at]
+    batch.close()
+
+
+def test_prompts_evaluated_together_end_with_a_cancel_of_all_and_not_of_some(
+    batch: LlamaStreams,
+) -> None:
+    for at in range(3):
+        fill(batch.streams[at], TOKENS[at][:20])
+
+    def pieces(*cancelled: bool) -> list[Piece]:
+        return [
+            Piece(at, np.asarray(TOKENS[at][20:40]), True, partial(bool, one))
+            for at, one in enumerate(cancelled)
+        ]
+
+    assert batch.evaluate(pieces(True, True, True)) == [0, 0, 0]
+    assert [stream.length for stream in batch.streams] == [20, 20, 20, 0]
+    polls = iter(range(10_000))
+    late = [
+        Piece(at, np.asarray(TOKENS[at][20:40]), True, lambda: next(polls) > 40) for at in range(3)
+    ]
+    assert batch.evaluate(late) == [0, 0, 0]  # within the engine
+    assert [stream.length for stream in batch.streams] == [20, 20, 20, 0]
+    assert batch.evaluate(pieces(True, False, True)) == [20, 20, 20]
+    for at in range(3):
+        logits = batch.streams[at].logits().copy()
+        assert np.array_equal(logits, fill(batch.streams[3], TOKENS[at][:40]))
 
 
 def test_a_token_s_companion_leaves_no_trace_in_the_stream_that_lent_its_cell(
@@ -175,8 +237,10 @@ def test_ranges_go_between_streams_and_contexts_of_their_own_and_go_on_bit_for_b
     for context in (own, source, taker):
         context.evaluate(tail, 300, cancelled=never)
         rows.append(context.logits().copy())
-    assert np.array_equal(rows[0], rows[1])
-    assert np.array_equal(rows[0], rows[2])
+    np.testing.assert_allclose(rows[0], rows[1], atol=1e-5)  # the last layer's rounding
+    assert np.array_equal(rows[1], rows[2])
+    for context in (source, taker):
+        assert np.array_equal(context.export_state(0, 316), own.export_state(0, 316))
     own.close()
 
 

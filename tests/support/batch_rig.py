@@ -9,8 +9,6 @@ import queue
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from modeld.shared.codec import encode_payload
 from modeld.shared.errors import SessionFatal
 from modeld.shared.messages import (
@@ -27,13 +25,13 @@ from modeld.shared.messages import (
 )
 from modeld.workers.batching import Gate
 from modeld.workers.core import SessionCore
-from modeld.workers.engine import Cancelled, Engine
+from modeld.workers.engine import Cancelled, Engine, Piece
 from modeld.workers.executor import Pulse, RunningOp, Tasks, run
 from tests.support.core_harness import options, raw
 from tests.support.fake_engine import FakeContext, FakeEngine
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
 
 PLENTY = 1 << 20  # chunks of credit
 
@@ -70,6 +68,7 @@ class FakeBatch:
     def __init__(self, engine: BatchingFake, streams: int, window: int, gate: Gate) -> None:
         self.engine, self.gate, self.window, self.chunk = engine, gate, window, 512
         self.broken = self.closed = self.company = False
+        self.together = engine.joins
         self.streams = [FakeStream(self, index, window) for index in range(streams)]
 
     def step(self, tokens: Sequence[tuple[int, int]]) -> None:
@@ -78,12 +77,17 @@ class FakeBatch:
         for stream, token in tokens:
             self.streams[stream].really([token], lambda: False)
 
-    def evaluate(
-        self, stream: int, tokens: NDArray[np.int64], *, wanted: bool, cancelled: Cancelled
-    ) -> int:
-        self.engine.log.append([(stream, len(tokens))])
-        self.engine.between(self)
-        return self.streams[stream].really(tokens.tolist(), cancelled)
+    def evaluate(self, pieces: Sequence[Piece]) -> list[int]:
+        if self.together:
+            self.engine.log.append([(one.stream, len(one.tokens)) for one in pieces])
+            self.engine.between(self)
+        return [self._evaluated(one) for one in pieces]
+
+    def _evaluated(self, one: Piece) -> int:
+        if not self.together:
+            self.engine.log.append([(one.stream, len(one.tokens))])
+            self.engine.between(self)
+        return self.streams[one.stream].really(one.tokens.tolist(), one.cancelled)
 
     def close(self) -> None:
         self.closed = True
@@ -94,6 +98,7 @@ class BatchingFake(FakeEngine):
 
     def __init__(self) -> None:
         super().__init__(micro_batch=16)
+        self.joins = False  # whether its batches evaluate prompts together
         self.batches: list[FakeBatch] = []
         self.log: list[list[tuple[int, int]]] = []
         self.between: Callable[[FakeBatch], None] = lambda batch: None

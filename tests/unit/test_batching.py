@@ -34,8 +34,11 @@ TEXTS = {
 }
 
 
-def rig(*sessions: str) -> Rig:
-    made = Rig(BatchingFake())
+def rig(*sessions: str, joins: bool = False) -> Rig:
+    """``joins``: the engine evaluates several prompts at once."""
+    engine = BatchingFake()
+    engine.joins = joins
+    made = Rig(engine)
     made.open(*sessions)
     engine_of(made).log.clear()
     return made
@@ -115,6 +118,36 @@ def test_short_prompts_share_a_chunk(length: int, at_once: int) -> None:
     assert sizes[: at_once + 1] == [[length]] * at_once + [[1] * at_once]
     for name, op_id in turns.items():
         assert made.ids(op_id) == alone(name * length, 9)
+
+
+def test_prompts_go_together_where_the_engine_gains_by_it_and_nobody_waits_for_a_token() -> None:
+    made = rig(*"abc", joins=True)
+    turns = {name: made.send_turn(name, name * 100, 9) for name in "abc"}
+    made.run()
+    log = engine_of(made).log
+    assert log[0] == [(0, 64), (1, 64), (2, 64)]
+    assert log[1] == [(0, 36), (1, 36), (2, 36)]
+    assert {len(batch) for batch in log[2:]} == {3}
+    for name, op_id in turns.items():
+        assert made.ids(op_id) == alone(name * 100, 9)
+
+
+def test_prompts_beside_an_answer_share_one_chunk() -> None:
+    made = rig(*"abcd", joins=True)
+    first = made.send_turn("a", "a" * 10, 40)
+    late: list[int] = []
+
+    def come() -> None:
+        late.extend(made.send_turn(name, name * 30, 9) for name in "bcd")
+
+    at_batch(made, 5, come)
+    made.run()
+    log = engine_of(made).log
+    prompts = [batch for batch in log[1:] if batch[0][1] > 1]
+    assert prompts == [[(1, 30), (2, 30)], [(3, 30)]]
+    assert made.ids(first) == alone("a" * 10, 40)
+    for name, op_id in zip("bcd", late, strict=True):
+        assert made.ids(op_id) == alone(name * 30, 9)
 
 
 def test_what_was_made_is_on_its_way_before_the_engine_goes_on() -> None:

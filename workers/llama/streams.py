@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from modeld.shared.errors import (
 )
 from modeld.shared.messages import PlacedOut
 from modeld.workers.batching import Gate
-from modeld.workers.engine import Cancelled
+from modeld.workers.engine import Cancelled, Piece
 from modeld.workers.llama.context import ModelTraits
 from modeld.workers.llama.made import Rows, make
 from modeld.workers.llama.native import engine_log, llama
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 _ABORTED = 2
 _NO_ABORT = llama.ggml_abort_callback(0)
+# Of the rows of several streams' prompts evaluated together, what may be there for the shorter ones
+# to be as long as the longest. Rows cost alike, and together a row costs about a tenth less.
+_PADDED_PART = 0.1
 MAX_STREAMS = 64  # far more than gain anything; the engine's own limit is 256
 
 
@@ -61,7 +65,7 @@ class LlamaStreams:
         made = make(model, settings, planned_kv_bytes, work_bytes, streams)
         self.handle, self.memory, self.window = made.handle, made.memory, made.window
         self.chunk, self._n_ubatch = made.n_batch, made.n_ubatch
-        self.broken = False
+        self.broken, self.together = False, True
         self.streams = [
             LlamaStream(self, index, _shares(made.placed, streams, index))
             for index in range(streams)
@@ -120,33 +124,96 @@ class LlamaStreams:
                     break
         return lent
 
-    def evaluate(
-        self, stream: int, tokens: NDArray[np.int64], *, wanted: bool, cancelled: Cancelled
-    ) -> int:
+    def evaluate(self, pieces: Sequence[Piece]) -> list[int]:
         """See the protocol. ``cancelled`` is polled between batches, and some hundred times a
-        micro-batch from within the engine.
+        micro-batch from within the engine; of pieces that go together, whether all are.
         """
         self.check_usable()
-        self._rows.batch.seq_id = self._of_one[stream]
-        self._polled, self._aborted = cancelled, False
-        llama.llama_set_abort_callback(self.handle, self._callback, None)
-        try:
-            count, begin = len(tokens), 0
-            while begin < count:
-                if cancelled():
-                    break
-                size = min(self.chunk, count - begin)
-                if size > 1 and size % self._n_ubatch == 1:
-                    size -= 1  # no micro-batch of one token, which rounds differently
-                last = wanted and begin + size == count
-                done = self._prompt_part(stream, tokens[begin : begin + size], last)
-                begin += done
-                if done < size:
-                    break
-            return begin
-        finally:
-            llama.llama_set_abort_callback(self.handle, _NO_ABORT, None)
-            self._polled = _never
+        done = dict.fromkeys((one.stream for one in pieces), 0)
+        for group in self._grouped(pieces):
+            cancelled = partial(_all_cancelled, group)
+            self._polled, self._aborted = cancelled, False
+            llama.llama_set_abort_callback(self.handle, self._callback, None)
+            try:
+                if len(group) == 1:
+                    done[group[0].stream] = self._evaluate_one(group[0])
+                elif not cancelled() and self._evaluate_together(group):
+                    done.update((one.stream, len(one.tokens)) for one in group)
+            finally:
+                llama.llama_set_abort_callback(self.handle, _NO_ABORT, None)
+                self._polled = _never
+        return [done[one.stream] for one in pieces]
+
+    def _grouped(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
+        """Which go together: neighbours of about the same length, in one micro-batch."""
+        groups: list[list[Piece]] = []
+        for one in sorted(pieces, key=lambda piece: piece.stream):
+            group = [*groups[-1], one] if groups else [one]
+            longest = max(len(piece.tokens) for piece in group)
+            rows = len(group) * longest
+            fits = rows <= min(self._n_ubatch, self.chunk) and all(
+                self.streams[piece.stream].length + longest <= self.window for piece in group
+            )
+            follows = len(group) > 1 and group[-2].stream + 1 == one.stream
+            padding = rows - sum(len(piece.tokens) for piece in group)
+            if follows and fits and longest > 1 and padding <= rows * _PADDED_PART:
+                groups[-1] = group
+            else:
+                groups.append([one])
+        return groups
+
+    def _evaluate_together(self, group: Sequence[Piece]) -> bool:
+        """Pieces of several streams in one micro-batch; False, and nothing changed, where that was
+        cancelled.
+
+        The engine takes as many tokens of each at a time: behind the shorter ones go copies of
+        their last, to which nothing attends and whose cells are freed again.
+        """
+        longest = max(len(one.tokens) for one in group)
+        begins = [self.streams[one.stream].length for one in group]
+        lasts = [at * longest + len(one.tokens) - 1 for at, one in enumerate(group)]
+        for at, (one, begin) in enumerate(zip(group, begins, strict=True)):
+            rows = slice(at * longest, (at + 1) * longest)
+            self._tokens[rows] = one.tokens[-1]
+            self._tokens[rows.start : rows.start + len(one.tokens)] = one.tokens
+            self._positions[rows] = np.arange(begin, begin + longest)
+            self._rows.of[rows] = [self._rows.ids[one.stream]] * longest
+            self._wanted[lasts[at]] = one.wanted
+        self._rows.batch.seq_id = self._rows.of
+        code = self._decode(len(group) * longest)
+        self._wanted[lasts] = 0
+        if code == _ABORTED and self._aborted:
+            for one in group:
+                self.prove(one.stream)
+            return False
+        if code:
+            raise self._fatal(
+                f"evaluating {longest} tokens of {len(group)} streams each answered {code}",
+                code=code,
+            )
+        for one, begin, last in zip(group, begins, lasts, strict=True):
+            size = len(one.tokens)
+            if size < longest:
+                llama.llama_memory_seq_rm(self.memory, one.stream, begin + size, -1)
+            self._appended(one.stream, size, last if one.wanted else None)
+        return True
+
+    def _evaluate_one(self, piece: Piece) -> int:
+        """In as many batches as it takes; how many tokens of it were evaluated."""
+        self._rows.batch.seq_id = self._of_one[piece.stream]
+        count, begin = len(piece.tokens), 0
+        while begin < count:
+            if piece.cancelled():
+                break
+            size = min(self.chunk, count - begin)
+            if size > 1 and size % self._n_ubatch == 1:
+                size -= 1  # no micro-batch of one token, which rounds differently
+            last = piece.wanted and begin + size == count
+            done = self._prompt_part(piece.stream, piece.tokens[begin : begin + size], last)
+            begin += done
+            if done < size:
+                break
+        return begin
 
     def _prompt_part(self, index: int, tokens: NDArray[np.int64], wanted: bool) -> int:
         """One batch of one stream's prompt; how many of its tokens were evaluated."""
@@ -156,9 +223,11 @@ class LlamaStreams:
         rows = 2 if size == 1 and position + 2 <= self.window else size
         self._tokens[:rows] = tokens if rows == size else tokens[0]
         self._positions[:rows] = np.arange(position, position + rows)
-        self._wanted[size - 1] = wanted
+        # With company nor does the last layer, which sees the wanted rows only, see one alone.
+        first = max(0, size - 2) if self.company else size - 1
+        self._wanted[first : rows if self.company else size] = wanted
         code = self._decode(rows)
-        self._wanted[size - 1] = 0
+        self._wanted[:rows] = 0
         if not code and rows > size:
             llama.llama_memory_seq_rm(self.memory, index, position + size, -1)
         if not code:
@@ -244,6 +313,10 @@ def _shares(placed: Sequence[PlacedOut], streams: int, index: int) -> list[Place
         )
         for part in placed
     ]
+
+
+def _all_cancelled(pieces: Sequence[Piece]) -> bool:
+    return all(one.cancelled() for one in pieces)
 
 
 def _never() -> bool:

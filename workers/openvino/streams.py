@@ -13,7 +13,7 @@ import numpy as np
 
 from modeld.shared.errors import InsufficientMemory, InvalidRequest, SessionFatal
 from modeld.workers.batching import Gate
-from modeld.workers.engine import Cancelled
+from modeld.workers.engine import Cancelled, Piece
 from modeld.workers.openvino.graph import SELECTED
 from modeld.workers.openvino.native import ov, words
 from modeld.workers.openvino.paged import PagedContext, PagedModel
@@ -42,7 +42,7 @@ class PagedStreams:
         Raises InsufficientMemory where there are not enough blocks, and leaves none reserved.
         """
         self.model, self.gate, self.company = model, gate, company
-        self.chunk = model.chunk
+        self.chunk, self.together = model.chunk, False  # it would be one inference each
         self.broken = False
         self.streams: list[PagedStream] = []
         try:
@@ -107,11 +107,9 @@ class PagedStreams:
         rows: NDArray[np.float32] = self._request.get_output_tensor(0).data
         return rows.reshape(-1, model.compiled.vocabulary)
 
-    def evaluate(
-        self, stream: int, tokens: NDArray[np.int64], *, wanted: bool, cancelled: Cancelled
-    ) -> int:
+    def evaluate(self, pieces: Sequence[Piece]) -> list[int]:
         """See the protocol."""
-        return self.streams[stream].evaluate_now(tokens, cancelled)
+        return [self.streams[one.stream].evaluate_now(one.tokens, one.cancelled) for one in pieces]
 
     def close(self) -> None:
         """See the protocol."""
