@@ -32,7 +32,7 @@ class DaemonFailed(Exception):
 def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's, without the user's settings of modeld."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("MODELD_")}
-    env["OMP_WAIT_POLICY"] = "passive"
+    env |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}  # as workers are started
     return {**env, **(given or {})}
 
 

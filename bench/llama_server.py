@@ -106,6 +106,8 @@ class LlamaServer:
         # Repacked weights need AMX here, which a virtual machine may list and then not execute; the
         # product leaves them off for the same reason.
         given = [str(part) for pair in options.items() for part in pair] + ["--no-repack"]
+        own = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # it has its own defaults
+        env = {name: value for name, value in clean_environment().items() if name not in own}
         self._log = folder / "llama-server.log"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -113,7 +115,7 @@ class LlamaServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=clean_environment(),
+                env=env,
             )
         try:
             self._wait()

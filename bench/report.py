@@ -14,7 +14,8 @@ How to read it. `product` goes through the Python client, gRPC, the supervisor a
 `engine control` is the same engine in a process of its own without any of these; a
 `microbenchmark` is one part alone. Both sides of a comparison read the same text with the same
 window, batch, micro-batch, thread count and kernels, with flash attention off and
-`OMP_WAIT_POLICY=passive`, and never compute at the same time. Runs of the sides alternate (A B,
+`OMP_WAIT_POLICY=passive`, `GOMP_SPINCOUNT=1000` (llama-server: its own defaults), and never compute
+at the same time. Runs of the sides alternate (A B,
 B A, A B, …). A value is the median of the runs or, for a ratio or a difference, of the pairs; in
 brackets is its {CONFIDENCE:.0%} bootstrap interval ({RESAMPLES} resamples). A target is met if
 the interval reaches it, on {TARGET_PAIRS} pairs or more; `worst` is the run farthest on the wrong

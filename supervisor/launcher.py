@@ -60,8 +60,11 @@ class LocalLauncher:
 
     def _environment(self, spec: SpawnSpec) -> dict[str, str]:
         env = {**os.environ, **self.env}
-        # Spinning threads of OpenMP cost shared cores dearly; a user's own setting stands.
-        env.setdefault("OMP_WAIT_POLICY", "passive")
+        if "OMP_WAIT_POLICY" not in env:  # a user's own setting stands
+            # Threads that spin for long take shared cores from others. But one that sleeps at each
+            # of an evaluation's hundreds of barriers wakes late, so they spin for some 50 us first.
+            env["OMP_WAIT_POLICY"] = "passive"
+            env.setdefault("GOMP_SPINCOUNT", "1000")
         env.update(
             GGML_NO_BACKTRACE="1",  # else an abort starts a debugger first
             PYTHONUNBUFFERED="1",
