@@ -151,9 +151,12 @@ def evicted_by_another(lab: Lab) -> None:
     """Two conversations on one context, turn about."""
     again = spec(lab, "again", f"a conversation of {DEPTH:,} tokens, evicted by another: to the "
                  "first token", "ms", AGAIN_MS)  # fmt: skip
+    above = spec(lab, "again.above", "the same above that conversation's next turn, on the context "
+                 "that it then has", "ms")  # fmt: skip
     first_ms: list[float] = []
+    above_ms: list[float] = []
     settings = {**lab.settings, "max_sessions": 1}
-    with lab.book.expecting(again):
+    with lab.book.expecting(again, above):
         lab.book.say(f"{lab.backend}: two conversations on one context")
         daemon = Daemon(lab.folder / "one-context", settings)
         lab.daemons.append(daemon)
@@ -169,8 +172,12 @@ def evicted_by_another(lab: Lab) -> None:
                 require(turn.prefix.prefilled == 0, f"{turn.prefix.prefilled} were read again")
                 require(turn.prefix.restored > 0, "its context had not been taken")
                 first_ms.append(turn.first_s * 1000)
+                warm = lab.turn(session, prefix, text(lab.words.draw(26, 100 + number)), 8)
+                require(warm.prefix.restored == 0, "its context had been taken again")
+                above_ms.append(first_ms[-1] - warm.first_s * 1000)
         daemon.stop()
         lab.book.record(again, first_ms, "resumed by copy: prefix prefilled 0 in every run")
+        lab.book.record(above, above_ms, "what parking the other and bringing this back take")
 
 
 def snapshots(lab: Lab) -> None:
