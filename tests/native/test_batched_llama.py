@@ -136,6 +136,28 @@ def test_a_prompt_is_what_it_is_in_a_context_of_its_own_however_it_is_cut(
     own.close()
 
 
+@pytest.mark.parametrize("streams", [1, 2])
+def test_as_many_rows_are_wanted_as_the_engine_gives(
+    engine: LlamaEngine, load: Load, streams: int
+) -> None:
+    load("llama")
+    batch = engine.new_batch(streams, 300, "f16", "f16", Gate())
+    own = engine.new_context(300, "f16", "f16")
+    assert batch.company
+    for index in range(streams):
+        for count in (1, 2, 65, 200, 299, 300):
+            near = fill(own, TOKENS[index][:count])
+            row = fill(batch.streams[index], TOKENS[index][:count])
+            np.testing.assert_allclose(row, near, atol=1e-5)
+            assert streams > 1 or np.array_equal(row, near)
+        batch.streams[index].trim(299)
+        assert batch.streams[index].evaluate([5], 299, cancelled=never) == 1
+        batch.streams[index].trim(100)
+        batch.step([(index, 7)])
+    own.close()
+    batch.close()
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "deepseek2"])
 def test_prompts_evaluated_together_are_what_each_is_alone(
     engine: LlamaEngine, load: Load, kind: str

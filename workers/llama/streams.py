@@ -223,9 +223,11 @@ class LlamaStreams:
         rows = 2 if size == 1 and position + 2 <= self.window else size
         self._tokens[:rows] = tokens if rows == size else tokens[0]
         self._positions[:rows] = np.arange(position, position + rows)
-        # With company nor does the last layer, which sees the wanted rows only, see one alone.
-        first = max(0, size - 2) if self.company else size - 1
-        self._wanted[first : rows if self.company else size] = wanted
+        # With company nor does the last layer, which sees the wanted rows only, see one alone. The
+        # engine gives as many as there are streams: of one stream nothing has company.
+        several = self.company and len(self.streams) > 1
+        first = max(0, size - 2) if several else size - 1
+        self._wanted[first : rows if several else size] = wanted
         code = self._decode(rows)
         self._wanted[:rows] = 0
         if not code and rows > size:
