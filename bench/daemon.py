@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from modeld.client import Client, ClientError, Deadlines
+from modeld.supervisor.launcher import OPENMP
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = "bench"
@@ -32,8 +33,7 @@ class DaemonFailed(Exception):
 def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's, without the user's settings of modeld."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("MODELD_")}
-    env |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}  # as workers are started
-    return {**env, **(given or {})}
+    return {**env, **OPENMP, **(given or {})}  # as workers are started
 
 
 class Daemon:

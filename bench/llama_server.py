@@ -21,6 +21,7 @@ from pathlib import Path
 from bench.control import EngineSettings
 from bench.daemon import REPOSITORY, clean_environment
 from bench.runner import RunFailed, require
+from modeld.supervisor.launcher import OPENMP
 
 HERE = "127.0.0.1"
 START_S = 60.0
@@ -106,8 +107,8 @@ class LlamaServer:
         # Repacked weights need AMX here, which a virtual machine may list and then not execute; the
         # product leaves them off for the same reason.
         given = [str(part) for pair in options.items() for part in pair] + ["--no-repack"]
-        own = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # it has its own defaults
-        env = {name: value for name, value in clean_environment().items() if name not in own}
+        # It has its own defaults of how threads wait.
+        env = {name: value for name, value in clean_environment().items() if name not in OPENMP}
         self._log = folder / "llama-server.log"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -15,6 +15,10 @@ from typing import Protocol
 
 from modeld.supervisor.process import Handle, Process, WorkerLog, record_dir_of
 
+# Threads that spin for long take shared cores from others. But one that sleeps at each of an
+# evaluation's hundreds of barriers wakes late, so they spin for some 50 us first.
+OPENMP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+
 
 @dataclass(frozen=True, slots=True)
 class SpawnSpec:
@@ -61,10 +65,7 @@ class LocalLauncher:
     def _environment(self, spec: SpawnSpec) -> dict[str, str]:
         env = {**os.environ, **self.env}
         if "OMP_WAIT_POLICY" not in env:  # a user's own setting stands
-            # Threads that spin for long take shared cores from others. But one that sleeps at each
-            # of an evaluation's hundreds of barriers wakes late, so they spin for some 50 us first.
-            env["OMP_WAIT_POLICY"] = "passive"
-            env.setdefault("GOMP_SPINCOUNT", "1000")
+            env = {**OPENMP, **env}
         env.update(
             GGML_NO_BACKTRACE="1",  # else an abort starts a debugger first
             PYTHONUNBUFFERED="1",

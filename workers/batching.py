@@ -211,15 +211,15 @@ class Gate:
         chunk of each, where the engine gains by it.
         """
         batch = requests[0].batch
-        most = self._chunk if self.alive > 1 else batch.chunk  # of one
-        free = batch.chunk if batch.together and not awaited else min(most, batch.chunk)
+        most = min(self._chunk, batch.chunk) if self.alive > 1 else batch.chunk  # of one
+        all_go = batch.together and not awaited
+        free = batch.chunk if all_go else most
         shares: list[tuple[_Request, int]] = []
         for request in requests:
-            count = min(most, batch.chunk, request.left)
+            count = min(most, request.left)
             if count > 2 and request.left - count == 1:
                 count -= 1  # a prompt's token alone rounds differently
-            ends = count == request.left
-            if not shares or (count <= free and (ends or (batch.together and not awaited))):
+            if not shares or (count <= free and (all_go or count == request.left)):
                 shares.append((request, count))
                 free -= count
         done = batch.evaluate(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from modeld.shared.codec import encode_payload
 from modeld.shared.errors import SessionFatal
@@ -29,9 +28,6 @@ from modeld.workers.engine import Cancelled, Engine, Piece
 from modeld.workers.executor import Pulse, RunningOp, Tasks, run
 from tests.support.core_harness import options, raw
 from tests.support.fake_engine import FakeContext, FakeEngine
-
-if TYPE_CHECKING:
-    pass
 
 PLENTY = 1 << 20  # chunks of credit
 
@@ -78,16 +74,14 @@ class FakeBatch:
             self.streams[stream].really([token], lambda: False)
 
     def evaluate(self, pieces: Sequence[Piece]) -> list[int]:
-        if self.together:
-            self.engine.log.append([(one.stream, len(one.tokens)) for one in pieces])
+        done: list[int] = []
+        for group in [pieces] if self.together else [[one] for one in pieces]:
+            self.engine.log.append([(one.stream, len(one.tokens)) for one in group])
             self.engine.between(self)
-        return [self._evaluated(one) for one in pieces]
-
-    def _evaluated(self, one: Piece) -> int:
-        if not self.together:
-            self.engine.log.append([(one.stream, len(one.tokens))])
-            self.engine.between(self)
-        return self.streams[one.stream].really(one.tokens.tolist(), one.cancelled)
+            done += [
+                self.streams[one.stream].really(one.tokens.tolist(), one.cancelled) for one in group
+            ]
+        return done
 
     def close(self) -> None:
         self.closed = True
