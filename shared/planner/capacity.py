@@ -108,11 +108,11 @@ def survey(
     problem.check()
     if problem.blind:
         found = _blind(problem)
-        if problem.beyond_max_sessions:
+        if problem.beyond_settings:
             return _nothing(found, problem, refuse_sessions(problem, None))
         return found
     decision = decide(problem)
-    if problem.beyond_max_sessions:
+    if problem.beyond_settings:
         return _refused(decision, refuse_sessions(problem, decision))
     if decision.spread is None:
         return _refused(decision, refuse(decision, alternatives))

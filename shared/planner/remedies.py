@@ -154,11 +154,13 @@ def refuse_sessions(problem: Problem, decision: Decision | None) -> Refusal:
 
     ``decision`` is None where nothing can be promised of memory; its sum is then unknown.
     """
-    asked, most = problem.request.sessions, problem.policy.max_sessions
+    asked, (setting, most) = problem.request.sessions, problem.most_sessions
     remedies = list(_by_sessions(problem, 1, most))
     raised = replace(problem, policy=replace(problem.policy, max_sessions=asked))
+    if problem.request.streams:
+        raised = replace(problem, request=replace(problem.request, streams=asked))
     if admits(raised):
-        remedies.append(Remedy("max_sessions", str(asked), f"set max_sessions to {asked}"))
+        remedies.append(Remedy(setting, str(asked), f"set {setting} to {asked}"))
     numbers: dict[str, object] = {
         "model": problem.facts.name,
         "window": problem.request.window,
@@ -169,7 +171,7 @@ def refuse_sessions(problem: Problem, decision: Decision | None) -> Refusal:
         numbers = _numbers(decision, _find_short(decision), tuple(remedies))
     numbers |= {
         "bound": Reason.USER_LIMIT.value,
-        "max_sessions": most,
+        setting: most,
         "sessions_asked": asked,
         "remedies": "; ".join(remedy.text for remedy in remedies),
     }
@@ -178,8 +180,9 @@ def refuse_sessions(problem: Problem, decision: Decision | None) -> Refusal:
     return Refusal(
         bound=Reason.USER_LIMIT,
         message=(
-            f"Room for {asked} sessions of {problem.facts.name} was asked for, and the setting "
-            f"max_sessions lets {most} be open at once: {advice}."
+            f"Room for {asked} {'batched ' if problem.request.streams else ''}sessions of "
+            f"{problem.facts.name} was asked for, and the setting {setting} lets {most} be open at "
+            f"once: {advice}."
         ),
         numbers=tuple((key, str(value)) for key, value in numbers.items()),
         remedies=tuple(remedies),
@@ -195,7 +198,7 @@ def admits(problem: Problem) -> bool:
         problem.check()
     except InvalidRequest:
         return False
-    if problem.beyond_max_sessions:
+    if problem.beyond_settings:
         return False
     return bool(problem.blind) or decide(problem).spread is not None
 

@@ -93,11 +93,17 @@ class Problem:
             raise InvalidRequest.of("tensor_split", policy.tensor_split, allowed)
 
     @property
-    def beyond_max_sessions(self) -> bool:
-        """Whether more sessions are asked for than the operator lets be open at once. Streams
-        aren't among those.
+    def most_sessions(self) -> tuple[str, int]:
+        """The setting that says how many sessions of this kind may be open at once, and how many
+        those are: contexts, or the streams of the one batch that a slot has.
         """
-        return not self.request.streams and self.request.sessions > self.policy.max_sessions
+        streams = self.request.streams
+        return ("batch_streams", streams) if streams else ("max_sessions", self.policy.max_sessions)
+
+    @property
+    def beyond_settings(self) -> bool:
+        """Whether more sessions are asked for than the operator lets be open at once."""
+        return self.request.sessions > self.most_sessions[1]
 
 
 def is_share(share: float) -> bool:
@@ -228,9 +234,9 @@ def decide(problem: Problem) -> Decision:
 
 
 def _need(problem: Problem) -> int:
-    """Contexts that must fit beside those that are open."""
-    sessions = problem.request.sessions - problem.use.sessions
-    return max(1, -(-sessions // max(1, problem.request.streams)))
+    """Contexts that must fit beside those that are open; one for all the streams of a batch."""
+    request = problem.request
+    return 1 if request.streams else max(1, request.sessions - problem.use.sessions)
 
 
 def _window(problem: Problem, layout: Layout, need: int, fits: int) -> tuple[Number, Spread | None]:

@@ -528,9 +528,17 @@ class _Record:
         self.digest = manifest_digest(session.identity, (*self._prefix, *self._suffix), self._tools)
         asserted = (suffix or prefix).asserted_digest if (suffix or prefix) else ""  # type: ignore[union-attr]
         if asserted and asserted != self.digest:
+            # What a suffix adds to is the session's prefix, which a call that was left may have
+            # replaced before its caller could be told.
+            behind, advice = "", "Build it as common.proto's comments say."
+            if not prefix:
+                behind = ", behind the session's prefix,"
+                advice = (
+                    f"If an earlier call was left unanswered, ensure the prefix again. {advice}"
+                )
             raise DigestMismatch(
-                f"The call asserts manifest_digest {asserted}, but what it carries has "
-                f"{self.digest}. Build it as common.proto's comments say.",
+                f"The call asserts manifest_digest {asserted}, but what it carries{behind} has "
+                f"{self.digest}. {advice}",
                 metadata={
                     "field": "manifest_digest",
                     "asserted": asserted,

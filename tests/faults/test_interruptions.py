@@ -94,7 +94,7 @@ def test_disconnects_in_prefill_leave_exact_numbers_and_nothing_else(
         told = session.explain()
         assert told.resident + told.available == WINDOW
         if not count:  # it is about the cancelled prompt now, which this client knows nothing of
-            with pytest.raises(DigestMismatch):
+            with pytest.raises(DigestMismatch, match="ensure the prefix again"):
                 session.prefill_suffix(" and then")
         # What arrived is found again, and only that: the rest of a shorter prompt is evaluated.
         again = session.ensure_prefix(text[:800])

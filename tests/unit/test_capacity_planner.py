@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from modeld.shared.capacity import (
     CapacityPolicy,
     CapacityRequest,
-    EngineMeasure,
     LayerFacts,
     MachineReading,
     MemorySnapshot,
@@ -879,11 +878,22 @@ def test_sessions_of_a_batch_take_one_context_for_as_many_as_it_has_streams() ->
         policy = replace(POLICY, max_sessions=2)
         return survey(SMOL, asked, policy, PLENTY, FRESH)
 
-    def need(sessions: int) -> int:
-        asked = CapacityRequest(window=512, streams=4, sessions=sessions)
-        return decide(Problem(SMOL, asked, POLICY, PLENTY, FRESH, *rest)).need
-
-    rest = (NO_COMPANIONS, EngineMeasure())
     assert planned(4).refusal is None
-    assert planned(4).kv_bytes == planned(1).kv_bytes
-    assert [need(count) for count in (0, 1, 4, 5, 9)] == [1, 1, 1, 2, 3]
+    assert planned(4).kv_bytes == planned(1).kv_bytes == planned(0).kv_bytes
+
+
+def test_more_sessions_than_a_batch_has_streams_are_refused_with_the_setting_to_raise() -> None:
+    asked = CapacityRequest(window=512, streams=4, sessions=5)
+    refusal = survey(SMOL, asked, replace(POLICY, max_sessions=8), PLENTY, FRESH).refusal
+    assert refusal is not None
+    told = dict(refusal.numbers)
+    assert (refusal.bound, told["batch_streams"], told["sessions_asked"]) == (
+        Reason.USER_LIMIT,
+        "4",
+        "5",
+    )
+    assert "max_sessions" not in told
+    advice = {remedy.kind: remedy.value for remedy in refusal.remedies}
+    assert advice == {"sessions": "4", "batch_streams": "5"}
+    raised = survey(SMOL, replace(asked, streams=5), POLICY, PLENTY, FRESH)
+    assert (raised.refusal, raised.streams) == (None, 5)
