@@ -214,6 +214,16 @@ class ContextSlot(ParkingSlot):
                     self.spawn(self._close_unknown(session))
             raise
 
+    def goes_beside(self, session_id: str) -> bool:
+        """See ``SlotCore``. Not where its batch must first take the place of a narrower one: it
+        waits until nothing of that runs.
+        """
+        if not super().goes_beside(session_id):
+            return False
+        session = next(one for one in self.sessions.all() if one.session_id == session_id)
+        batch = self.batch_plan if self.sessions.in_batch else None
+        return not (session.parked and batch and _lacks(batch, self.wanted_back(session)))
+
     def _joined(
         self, capacity: CapacityRequest, leaving: Leaving, *, swaps: bool = False
     ) -> Resolution | None:
@@ -227,8 +237,7 @@ class ContextSlot(ParkingSlot):
         staying = [one for one in self.sessions.in_batch if one not in going]
         if not capacity.streams or batch is None or not staying:
             return None
-        types = (batch.k_type, batch.v_type)
-        if capacity.window > batch.allocated or (capacity.k_type, capacity.v_type) != types:
+        if _lacks(batch, capacity):
             if swaps and any(one.batched for one in self._idle(set())):  # all of them, or none
                 return None
             raise _no_such_stream(batch, capacity, len(self.sessions.in_batch), swaps)
@@ -312,6 +321,12 @@ class ContextSlot(ParkingSlot):
         for finding in findings:
             logger.warning("%s: %s", self.model_name, finding)
             self._emit("finding", cause=finding)
+
+
+def _lacks(batch: Resolution, asked: CapacityRequest) -> bool:
+    """Whether none of its streams is what was asked for."""
+    types = (batch.k_type, batch.v_type)
+    return asked.window > batch.allocated or (asked.k_type, asked.v_type) != types
 
 
 def _no_stream(streams: int, used: int) -> InsufficientMemory:

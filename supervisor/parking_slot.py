@@ -231,10 +231,7 @@ class ParkingSlot(PlanningSlot):
             resident = self.resident
             if resident is None:
                 raise self.sessions.stale(session.generation)
-            # A batch comes back as it was.
-            batched, told = session.batched, session.resolution
-            window = told.allocated if batched else told.numbers.effective.tokens
-            capacity = replace(session.request, window=window, sessions=0)
+            capacity = self.wanted_back(session)
             try:
                 joined = self._joined(capacity, [], swaps=True)
                 if joined is not None:
@@ -249,6 +246,12 @@ class ParkingSlot(PlanningSlot):
             except InsufficientMemory:
                 self.sessions.require(session)  # closed meanwhile, it needs no memory
                 raise
+
+    def wanted_back(self, session: Session) -> CapacityRequest:
+        """What a parked session needs again. A batch comes back as it was."""
+        told = session.resolution
+        window = told.allocated if session.batched else told.numbers.effective.tokens
+        return replace(session.request, window=window, sessions=0)
 
     async def _resume(self, session: Session, planned: Resolution) -> None:
         self.sessions.get(session.session_id, session.generation, time.monotonic())

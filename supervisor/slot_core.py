@@ -243,6 +243,10 @@ class SlotCore:
 
     # --- running operations ----------------------------------------------------------------
 
+    def goes_beside(self, session_id: str) -> bool:
+        """Whether what the session does may run together with what batched sessions do."""
+        return self.sessions.is_batched(session_id)
+
     @contextlib.asynccontextmanager
     async def hold(
         self,
@@ -257,10 +261,10 @@ class SlotCore:
     ) -> AsyncIterator[Hold]:
         """The slot for one operation. With ``turn_id`` and ``keep_turn`` it stays for that turn.
 
-        ``beside``: together with what batched sessions do; None: if the session is one.
+        ``beside``: together with what batched sessions do; None: if the session's may.
         """
         if beside is None:
-            beside = not exclusive and self.sessions.is_batched(session)
+            beside = not exclusive and self.goes_beside(session)
         hold = await self.queue.acquire(
             session=session,
             operation=operation,

@@ -359,9 +359,13 @@ async def test_a_bigger_batch_comes_back_in_the_place_of_an_idle_smaller_one(rig
     with pytest.raises(InsufficientMemory, match="comes back once"):
         await rig.slot.ready(big)
     assert (big.parked, small.parked) == (True, False)
+    behind = asyncio.create_task(rig.use(big))  # a call of it waits for that
+    await settle()
+    assert rig.slot.queue.snapshot().queued == 1
+    assert (big.parked, small.parked) == (True, False)
     rig.worker.gates[TrimOp].set()
     await running
-    await rig.use(big)
+    await behind
     assert (big.parked, small.parked) == (False, True)
     await rig.use(small)  # a stream of the bigger one
     assert not big.parked
