@@ -168,7 +168,7 @@ def test_sessions_that_are_filled_one_after_another_are_all_opened_as_planned(
 ) -> None:
     """What a session's compute buffer has touched is in the reading: it isn't charged twice."""
     unproven = "that a third planned session opens after the first two have worked"
-    window, count = 2048, 3
+    window, count = 1024, 3
     room = 24 * MIB  # less than one compute buffer
     with (
         memory_cgroup(4 * GIB, unproven) as group,

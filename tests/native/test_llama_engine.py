@@ -51,10 +51,13 @@ def engine() -> Iterator[LlamaEngine]:
     made.unload()
 
 
-@pytest.fixture
-def real(engine: LlamaEngine, demo_model: Path) -> LlamaEngine:
-    load(engine, demo_model, n_batch=128, n_ubatch=64)
-    return engine
+@pytest.fixture(scope="module")
+def real(demo_model: Path) -> Iterator[LlamaEngine]:
+    """An engine of its own, since trying out what the model can takes seconds."""
+    made = LlamaEngine()
+    load(made, demo_model, n_batch=128, n_ubatch=64)
+    yield made
+    made.unload()
 
 
 @pytest.fixture
@@ -103,44 +106,55 @@ class CancelAfter:
 
 @pytest.mark.real
 def test_a_warm_suffix_equals_a_fresh_context_bit_for_bit(real: LlamaEngine) -> None:
-    tokens = prompt(real, 320)
-    prefix, first, second = tokens[:300], tokens[300:320], tokens[100:120]
+    tokens = prompt(real, 170)
+    prefix, first, second = tokens[:150], tokens[150:], tokens[50:70]
     warm = real.new_context(1024, "f16", "f16")
     after(warm, prefix, 0)
-    after(warm, first, 300)
-    greedy(warm, 320, 8)
-    warm.trim(300)
+    after(warm, first, 150)
+    greedy(warm, 170, 8)
+    warm.trim(150)
     fresh = real.new_context(1024, "f16", "f16")
     after(fresh, prefix, 0)
-    assert np.array_equal(after(warm, second, 300), after(fresh, second, 300))
-    assert greedy(warm, 320, 8) == greedy(fresh, 320, 8)
+    assert np.array_equal(after(warm, second, 150), after(fresh, second, 150))
+    assert greedy(warm, 170, 8) == greedy(fresh, 170, 8)
 
 
 @pytest.mark.real
 def test_a_copied_prefix_continues_bit_for_bit_and_leaves_the_source_as_it_was(
     real: LlamaEngine,
 ) -> None:
-    tokens = prompt(real, 700)  # more than one block of the copy
-    source = real.new_context(1024, "f16", "f16")
-    after(source, tokens[:600], 0)
-    after(source, tokens[600:660], 600)
-    taker = real.new_context(1024, "f16", "f16")
+    assert_copied(real, prompt(real, 230), 130)
+
+
+def test_a_prefix_of_several_blocks_is_copied_bit_for_bit(
+    tiny: Callable[..., LlamaEngine],
+) -> None:
+    assert_copied(tiny(), [5 + step * 7 % 200 for step in range(1200)], 1100)
+
+
+def assert_copied(engine: LlamaEngine, tokens: list[int], prefix: int) -> None:
+    """The copy of a prefix, and what it was copied from, go on alike."""
+    end = prefix + 60
+    source = engine.new_context(2048, "f16", "f16")
+    after(source, tokens[:prefix], 0)
+    after(source, tokens[prefix:end], prefix)
+    taker = engine.new_context(2048, "f16", "f16")
     after(taker, tokens[50:90], 0)
-    assert taker.copy_prefix_from(source, 600)
-    copied = after(taker, tokens[600:660], 600)
-    continued = after(source, tokens[660:], 660)
-    assert np.array_equal(after(taker, tokens[660:], 660), continued)
-    source.trim(600)
-    assert np.array_equal(after(source, tokens[600:660], 600), copied)
+    assert taker.copy_prefix_from(source, prefix)
+    copied = after(taker, tokens[prefix:end], prefix)
+    continued = after(source, tokens[end:], end)
+    assert np.array_equal(after(taker, tokens[end:], end), continued)
+    source.trim(prefix)
+    assert np.array_equal(after(source, tokens[prefix:end], prefix), copied)
 
 
 @pytest.mark.real
 def test_a_cancelled_prefill_keeps_whole_micro_batches_and_resumes_exactly(
     real: LlamaEngine,
 ) -> None:
-    tokens = prompt(real, 400)
+    tokens = prompt(real, 250)
     cut = real.new_context(1024, "f16", "f16")
-    kept = cut.evaluate(tokens, 0, cancelled=CancelAfter(3000))
+    kept = cut.evaluate(tokens, 0, cancelled=CancelAfter(1500))
     assert 0 < kept < len(tokens)
     assert kept % 64 == 0
     resumed = after(cut, tokens[kept:], kept)
