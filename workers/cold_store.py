@@ -118,6 +118,11 @@ class ColdStore:
         """Whether the KV of the block that ends at this chain is stored, in RAM or on disk."""
         return self._find(key) is not None
 
+    def key_of(self, key: str) -> str:
+        """The stored block's that is in the place of this one, or this; "" where none is."""
+        block = self._find(key)
+        return block.key if block is not None else ""
+
     def _find(self, key: str) -> _Stored | None:
         return self._blocks.get(key) or self._names.get(key)
 
@@ -131,17 +136,18 @@ class ColdStore:
     def longest(self, before: str, ids: Tokens) -> Match | None:
         """The block behind the chain ``before`` that has the most tokens in common with ``ids``."""
         best: Match | None = None
-        for match in self._matches(before, ids):
+        for match in self.matches(before, ids):
             if match.common > (best.common if best else 0):
                 best = match
         return best
 
     def wholly(self, before: str, ids: Tokens) -> Match | None:
         """The longest block behind ``before`` all of whose tokens ``ids`` begins with."""
-        found = (one for one in self._matches(before, ids) if one.common == len(one.ids))
+        found = (one for one in self.matches(before, ids) if one.common == len(one.ids))
         return max(found, key=lambda match: match.end, default=None)
 
-    def _matches(self, before: str, ids: Tokens) -> Iterator[Match]:
+    def matches(self, before: str, ids: Tokens) -> Iterator[Match]:
+        """All blocks behind ``before``, with what they have in common with ``ids``, if anything."""
         for block in list(self._behind.get(before, {}).values()):
             own = self._ids(block)
             if own is not None:
@@ -205,7 +211,7 @@ class ColdStore:
         """Remove the blocks that hold nothing but a beginning of this one: it has their names."""
         block = self._blocks[key]
         ids = self._ids(block)
-        for match in self._matches(block.before, ids) if ids is not None else ():
+        for match in self.matches(block.before, ids) if ids is not None else ():
             other = self._blocks[match.key]
             if match.end < block.end and match.common == len(match.ids) and not other.held:
                 names = (other.key, *other.names)

@@ -74,6 +74,7 @@ from modeld.workers.decode import check_options, decode, nothing_decoded
 from modeld.workers.embedding import embed
 from modeld.workers.engine import Engine
 from modeld.workers.executor import OpContext
+from modeld.workers.forgetting import forget
 from modeld.workers.loaded_model import LoadedModel, load
 from modeld.workers.new_files import Live, nobody
 from modeld.workers.pooled_context import Shape
@@ -228,8 +229,10 @@ class SessionCore:
 
     def _close(self, op: CloseOp, context: OpContext) -> CloseResult:
         model = self.model
-        entry = model.sessions.remove(op.session_id).context
-        retained = 0
+        session = model.sessions.remove(op.session_id)
+        entry, retained = session.context, 0
+        if op.discard:
+            forget(session, model.sessions.by_id.values(), model.pool)
         if entry is not None and op.discard:
             model.pool.destroy(entry)
         elif entry is not None:

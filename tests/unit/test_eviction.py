@@ -158,6 +158,16 @@ def test_a_block_that_the_cold_store_lost_is_gone_and_the_others_are_parked(h: E
     assert shown == [(256, 512, "parked"), (512, 768, "gone"), (768, 769, "parked")]
 
 
+def test_what_went_out_of_a_discarded_session_is_forgotten() -> None:
+    h = Evicting()
+    h.open_evicting()
+    final = h.turn(raw(), raw(numbered(1000)), options(100))
+    assert final.parked > 0
+    assert h.core.cold_bytes > 0
+    h.close(discard=True)
+    assert h.core.cold_bytes == 0
+
+
 def test_without_a_cold_store_what_went_out_is_gone() -> None:
     h = Evicting(cold_bytes=0)
     h.open_evicting()

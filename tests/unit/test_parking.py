@@ -146,6 +146,61 @@ def test_a_discarded_session_is_not_parked() -> None:
     assert harness.core.cold_bytes == 0
 
 
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize("parked", [True, False])
+def test_nothing_of_a_discarded_session_stays_in_the_store(
+    tmp_path: Path, ranges: bool, parked: bool
+) -> None:
+    harness = Parked(FakeEngine(ranges=ranges), disk=GIB, folder=tmp_path)
+    harness.open("a", window=1024)
+    answer(harness, raw(A), "a")
+    harness.park("a")
+    harness.open("b", window=1024)
+    answer(harness, raw(B), "b")
+    assert harness.core.cold_bytes > 0
+    if not parked:
+        harness.close("b")
+        harness.resume("a")
+    harness.close("a", discard=True)
+    if parked:
+        harness.close("b", discard=True)
+    harness.parking.store.flush()
+    held = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert np.asarray(list(A[:256].encode()), dtype="<i4").tobytes() not in held
+    harness.open("c", window=1024)
+    assert harness.ensure(raw(A), "c").restored == 0
+
+
+def test_the_context_that_a_discarded_session_was_parked_from_is_emptied_too() -> None:
+    harness = Parked()
+    harness.open("a", window=1024)
+    answer(harness, raw(A), "a")
+    harness.park("a")
+    harness.close("a", discard=True)
+    assert harness.core.cold_bytes == 0
+    harness.open("b", window=1024)
+    status = harness.ensure(raw(A), "b")
+    assert (status.reused, status.prefilled) == (0, 680)
+
+
+def test_what_another_session_has_too_is_not_forgotten() -> None:
+    harness = Parked(max_contexts=2)
+    harness.open("a", window=1024)
+    first = answer(harness, raw(A), "a")
+    fork(harness, "a", "b")
+    harness.ensure(raw(A, B[:200]), "b")
+    harness.park("a")
+    harness.park("b")
+    for each in ("c", "d"):  # the store alone has it then
+        harness.open(each, window=1024)
+        answer(harness, raw(each * 300), each)
+    harness.close("a", discard=True)
+    harness.close("c", discard=True)
+    resumed = harness.resume("b")
+    assert (resumed.missing, resumed.resident) == (0, 880)
+    assert answer(harness, raw(A), "b") == first
+
+
 def test_kv_of_another_digest_is_never_brought_back() -> None:
     harness = Parked()
     harness.open("a", window=1024, kv_digest="one")

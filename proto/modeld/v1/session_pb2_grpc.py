@@ -299,7 +299,8 @@ class SessionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Closes the session. What it held stays as reclaimable cache unless `discard` is set.
+        """Closes the session. What it held stays as reclaimable cache, and what is parked of it stays so,
+        unless `discard` is set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

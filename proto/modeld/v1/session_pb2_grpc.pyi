@@ -93,7 +93,9 @@ class SessionServiceStub:
     Detokenize: _grpc.UnaryUnaryMultiCallable[_session_pb2.DetokenizeRequest, _session_pb2.DetokenizeResponse]
     RenderTemplate: _grpc.UnaryUnaryMultiCallable[_session_pb2.RenderTemplateRequest, _session_pb2.RenderTemplateResponse]
     CloseSession: _grpc.UnaryUnaryMultiCallable[_session_pb2.CloseSessionRequest, _session_pb2.CloseSessionResponse]
-    """Closes the session. What it held stays as reclaimable cache unless `discard` is set."""
+    """Closes the session. What it held stays as reclaimable cache, and what is parked of it stays so,
+    unless `discard` is set.
+    """
     ListSessions: _grpc.UnaryUnaryMultiCallable[_session_pb2.ListSessionsRequest, _session_pb2.ListSessionsResponse]
 
 @_typing.type_check_only
@@ -156,7 +158,9 @@ class SessionServiceAsyncStub(SessionServiceStub):
     Detokenize: _aio.UnaryUnaryMultiCallable[_session_pb2.DetokenizeRequest, _session_pb2.DetokenizeResponse]  # type: ignore[assignment]
     RenderTemplate: _aio.UnaryUnaryMultiCallable[_session_pb2.RenderTemplateRequest, _session_pb2.RenderTemplateResponse]  # type: ignore[assignment]
     CloseSession: _aio.UnaryUnaryMultiCallable[_session_pb2.CloseSessionRequest, _session_pb2.CloseSessionResponse]  # type: ignore[assignment]
-    """Closes the session. What it held stays as reclaimable cache unless `discard` is set."""
+    """Closes the session. What it held stays as reclaimable cache, and what is parked of it stays so,
+    unless `discard` is set.
+    """
     ListSessions: _aio.UnaryUnaryMultiCallable[_session_pb2.ListSessionsRequest, _session_pb2.ListSessionsResponse]  # type: ignore[assignment]
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -342,7 +346,9 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.CloseSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.CloseSessionResponse, _abc.Awaitable[_session_pb2.CloseSessionResponse]]:
-        """Closes the session. What it held stays as reclaimable cache unless `discard` is set."""
+        """Closes the session. What it held stays as reclaimable cache, and what is parked of it stays so,
+        unless `discard` is set.
+        """
 
     @_abc_1.abstractmethod
     def ListSessions(
