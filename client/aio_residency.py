@@ -15,7 +15,7 @@ from modeld.client import residency_calls, snapshot_file
 from modeld.client.aio_transport import AsyncTransport
 from modeld.client.calls import Call, Deadlines
 from modeld.client.session_core import SessionCore
-from modeld.client.values import Closed
+from modeld.client.values import Closed, SavedSession
 from modeld.client.values_residency import (
     Admitted,
     Exported,
@@ -120,6 +120,10 @@ class AsyncClientSnapshots(ABC):
     async def delete_snapshot(self, snapshot_id: str) -> None:
         """See ``Client.delete_snapshot``."""
         await self.transport.unary(residency_calls.delete_snapshot(snapshot_id, self.deadlines))
+
+    async def saved_sessions(self) -> list[SavedSession]:
+        """See ``Client.saved_sessions``."""
+        return list((await self.transport.unary(residency_calls.list_saved(self.deadlines))).saved)
 
     async def discard_saved(self, session_key: str) -> Closed:
         """See ``Client.discard_saved``."""

@@ -14,7 +14,7 @@ from modeld.client import residency_calls, snapshot_file
 from modeld.client.calls import Call, Deadlines
 from modeld.client.session_core import SessionCore
 from modeld.client.transport import Transport
-from modeld.client.values import Closed
+from modeld.client.values import Closed, SavedSession
 from modeld.client.values_residency import (
     Admitted,
     Exported,
@@ -135,6 +135,10 @@ class ClientSnapshots(ABC):
     def delete_snapshot(self, snapshot_id: str) -> None:
         """Raises SnapshotNotFound, ModelBusy while it is restored or exported."""
         self.transport.unary(residency_calls.delete_snapshot(snapshot_id, self.deadlines))
+
+    def saved_sessions(self) -> list[SavedSession]:
+        """What is saved of durable sessions, open or not, the last used first."""
+        return list(self.transport.unary(residency_calls.list_saved(self.deadlines)).saved)
 
     def discard_saved(self, session_key: str) -> Closed:
         """Forget what is saved of the durable session of a key, and close it where it is open.

@@ -13,7 +13,7 @@ from modeld.client.calls import Call, Deadlines, answer, call, close_session
 from modeld.client.convert import from_proto, identity_to_proto
 from modeld.client.sendable import put, sendable
 from modeld.client.session_core import SessionCore
-from modeld.client.values import Closed, Opened
+from modeld.client.values import Closed, Opened, SavedSessionList
 from modeld.client.values_residency import (
     Admitted,
     Forked,
@@ -148,6 +148,11 @@ def list_snapshots(model_digest: str, deadlines: Deadlines) -> Call[SnapshotList
 def delete_snapshot(snapshot_id: str, deadlines: Deadlines) -> Call[None]:
     request = session_pb2.DeleteSnapshotRequest(snapshot_id=snapshot_id)
     return call(SERVICE, "DeleteSnapshot", request, lambda _answer: None, deadlines.quick_s)
+
+
+def list_saved(deadlines: Deadlines) -> Call[SavedSessionList]:
+    request = session_pb2.ListSavedSessionsRequest()
+    return call(SERVICE, "ListSavedSessions", request, answer(SavedSessionList), deadlines.quick_s)
 
 
 @sendable

@@ -317,6 +317,32 @@ class SessionList:
     sessions: tuple[SessionInfo, ...]
 
 
+@dataclass(frozen=True)
+class SavedSession:
+    """What is saved of the durable session of a key, ``open`` now or not."""
+
+    session_key: str
+    model: str
+    model_digest: str
+    prompt_format: str
+    tokens: int  # whose KV is saved
+    seen_tokens: int
+    turns: int
+    window: int
+    overflow: Overflow
+    size_bytes: int
+    saved_unix_ms: int
+    used_unix_ms: int  # saved or brought back last
+    open: bool
+
+
+@dataclass(frozen=True)
+class SavedSessionList:
+    """The last used first."""
+
+    saved: tuple[SavedSession, ...]
+
+
 # --- the client's own --------------------------------------------------------------------------
 
 

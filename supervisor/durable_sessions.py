@@ -304,7 +304,7 @@ class DurableSessions:
             return ()
         oldest = now_unix_ms() - int(self._max_age_s * 1000)
         removed = []
-        for info in await asyncio.to_thread(self._infos):
+        for info in await asyncio.to_thread(self.infos):
             async with self._lock(info.session_key):
                 if info.used_unix_ms >= oldest or info.session_key in self.open_keys():
                     continue
@@ -314,14 +314,15 @@ class DurableSessions:
             logger.info("not used for %g s, removed: %s", self._max_age_s, ", ".join(removed))
         return tuple(removed)
 
-    def _infos(self) -> list[SavedInfo]:
+    def infos(self) -> list[SavedInfo]:
+        """What is saved, the last used first; what is damaged is left out. Blocks on the disk."""
         found = []
         for entry in self.root.iterdir() if self.root.is_dir() else ():
             with contextlib.suppress(ModeldError, OSError):
                 info = SavedFolder(entry).read()
                 if info is not None:
                     found.append(info)
-        return found
+        return sorted(found, key=lambda info: -info.used_unix_ms)
 
     # --- folders -----------------------------------------------------------------------------
 

@@ -151,8 +151,10 @@ class SavedQuota:
         beside = (
             f" and {numbers['promised_bytes']} being written" if numbers["promised_bytes"] else ""
         )
+        needed = numbers["needed_bytes"]
+        takes = f"takes {needed} bytes" if needed else "can't be saved"
         return StorageFull(
-            f"{what} takes {numbers['needed_bytes']} bytes; snapshots and durable sessions use "
+            f"{what} {takes}; snapshots and durable sessions use "
             f"{numbers['used_bytes']}{beside} of the {self.limit_bytes} that snapshot_quota_bytes "
             f"allows: {over} too many. Nothing was saved, and nothing is removed unasked. "
             f"{_advice(chosen, freed, over)}",
@@ -166,7 +168,11 @@ class SavedQuota:
 
 def _advice(chosen: Sequence[Deletable], freed: int, over: int) -> str:
     if freed < over:
-        return "Raise snapshot_quota_bytes, or close durable sessions that aren't needed."
+        return (
+            "Raise snapshot_quota_bytes, or close durable sessions that aren't needed with discard "
+            "(`modeld sessions` lists what is saved, `modeld sessions close KEY --discard` removes "
+            "it)."
+        )
     named = ", ".join(f"{one.saved_id} ({one.size_bytes} bytes)" for one in chosen[:MAX_NAMED])
     more = f" and {len(chosen) - MAX_NAMED} more" if len(chosen) > MAX_NAMED else ""
     return f"Deleting what was unused longest would make room: {named}{more}; or raise the quota."

@@ -123,7 +123,9 @@ def restore(settings: Settings, key: str, snapshot_id: str) -> None:
                 key = those[0].session_key
                 restored, text = _restored(settings, client, session, key, snapshot_id)
         else:
-            session = _opened_like(client, kept, key)
+            session = _opened_like(
+                client, kept, key, durable=_was_durable(settings, client, kept, key)
+            )
             try:
                 restored, text = _restored(settings, client, session, key, snapshot_id)
             except BaseException:
@@ -193,7 +195,17 @@ def _restored(
     return restored, path
 
 
-def _opened_like(client: Client, kept: SnapshotInfo, key: str) -> Session:
+def _was_durable(settings: Settings, client: Client, kept: SnapshotInfo, key: str) -> bool:
+    """Whether the key is a durable session's of that model: by its text, or by what is saved."""
+    if conversations.path_of(settings.root, key).exists():
+        prompt_format = kept.identity.prompt_format
+        return conversations.load(settings.root, key, prompt_format, kept.model).durable
+    digest = kept.identity.model_digest
+    saved = client.saved_sessions()
+    return any(one.session_key == key and one.model_digest == digest for one in saved)
+
+
+def _opened_like(client: Client, kept: SnapshotInfo, key: str, *, durable: bool) -> Session:
     identity = kept.identity
     names = [m.name for m in client.models() if m.digest == identity.model_digest]
     if not names:
@@ -212,6 +224,7 @@ def _opened_like(client: Client, kept: SnapshotInfo, key: str) -> Session:
         prompt_format=identity.prompt_format,
         profile_id=identity.profile_id,
         adapters=identity.adapters,
+        durable=durable,
     )
 
 

@@ -10,8 +10,8 @@ from modeld.cli.attaching import having, not_open
 from modeld.cli.commands import session_state
 from modeld.cli.daemon_start import connect
 from modeld.cli.main import Settings, global_options, pass_settings
-from modeld.cli.output import ago, count, emit_json, note, say, seconds, table
-from modeld.client import Client, Overflow, SessionInfo, SessionNotFound
+from modeld.cli.output import ago, count, emit_json, note, say, seconds, size, table
+from modeld.client import Client, Overflow, SavedSession, SessionInfo, SessionNotFound
 
 
 @click.group(invoke_without_command=True, short_help="List, show, keep, branch and close sessions.")
@@ -32,15 +32,42 @@ def sessions(ctx: click.Context) -> None:
 @global_options
 @pass_settings
 def list_sessions(settings: Settings) -> None:
-    """List the sessions that the daemon holds."""
+    """List the sessions that the daemon holds, and what is saved of durable ones that aren't open.
+
+    seen: the tokens that the session read or wrote itself; what it took over from others, or from
+    what was saved, isn't counted.
+    """
     with connect(settings) as client:
-        listed = client.sessions()
+        listed, saved = client.sessions(), client.saved_sessions()
     if settings.json:
-        emit_json({"sessions": listed})
-    elif listed:
+        emit_json({"sessions": listed, "saved": saved})
+        return
+    if listed:
         session_table("", listed)
     else:
         note("no sessions")
+    closed = [one for one in saved if not one.open]
+    if closed:
+        _saved_table(closed)
+
+
+def _saved_table(those: list[SavedSession]) -> None:
+    table(
+        "saved, not open",
+        ("key", "model", "window", "tokens", "answers", "size", "saved"),
+        [
+            (
+                s.session_key,
+                s.model,
+                count(s.window),
+                count(s.tokens),
+                count(s.turns),
+                size(s.size_bytes),
+                ago(s.saved_unix_ms),
+            )
+            for s in those
+        ],
+    )
 
 
 @sessions.command("close")
@@ -63,22 +90,25 @@ def close(settings: Settings, key_or_id: str, discard: bool) -> None:
     with connect(settings) as client:
         those = having(client, key_or_id)
         retained = [client.close_session(s.session, discard=discard) for s in those]
-        discarded = _discarded(client, those) if discard else []
+        discarded = [s.session_key for s in those if s.durable and discard]
+        if discard:
+            discarded += _discarded(client, those)
         if not those:
             if not discard:
                 raise not_open(key_or_id)
             client.discard_saved(key_or_id)
+            discarded = [key_or_id]
     if settings.json:
         emit_json(
             {
                 "closed": [s.session.session_id for s in those],
                 "retained_tokens": sum(r.retained_tokens for r in retained),
+                "discarded": discarded,
             }
         )
-    elif not those:
-        say(f"discarded what was saved of {key_or_id}")
     else:
-        say(f"closed {', '.join(s.session.session_id for s in those)}")
+        if those:
+            say(f"closed {', '.join(s.session.session_id for s in those)}")
         for key in discarded:
             say(f"discarded what was saved of {key}")
         if any(s.durable for s in those) and not discard:

@@ -13,7 +13,7 @@ from modeld.supervisor.model_slot import ModelSlot
 from modeld.supervisor.models.adapters import is_adapter
 from modeld.supervisor.models.store import StoredModel
 from modeld.supervisor.rpc import adapters, convert
-from modeld.supervisor.rpc.errors import Context, guarded
+from modeld.supervisor.rpc.errors import Context, guarded, guarded_while_draining
 from modeld.supervisor.rpc.services import Services
 from modeld.supervisor.rpc.streaming import QueueReporter, Writer, caller_of
 from modeld.v1 import model_pb2 as pb
@@ -51,7 +51,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
             executor=there.load.executor if there is not None and resident else "",
         )
 
-    @guarded
+    @guarded_while_draining
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:

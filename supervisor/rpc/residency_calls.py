@@ -4,6 +4,8 @@ go.
 
 from __future__ import annotations
 
+import asyncio
+
 from modeld.shared.errors import (
     GenerationStale,
     InvalidRequest,
@@ -18,7 +20,7 @@ from modeld.shared.messages import AdmitOp, AdmitResult, Status
 from modeld.supervisor.context_slot import Forked
 from modeld.supervisor.model_slot import ModelSlot
 from modeld.supervisor.rpc import convert
-from modeld.supervisor.rpc.errors import Context, guarded
+from modeld.supervisor.rpc.errors import Context, guarded, guarded_while_draining
 from modeld.supervisor.rpc.session_calls import expect, handle_of
 from modeld.supervisor.rpc.snapshot_calls import SnapshotCalls
 from modeld.supervisor.rpc.streaming import caller_of
@@ -84,6 +86,33 @@ class ResidencyCalls(SnapshotCalls):
             saved=convert.saved_out(forked.saved),
         )
 
+    @guarded_while_draining
+    async def ListSavedSessions(
+        self, request: pb.ListSavedSessionsRequest, context: Context
+    ) -> pb.ListSavedSessionsResponse:
+        durable = self.services.durable
+        infos, opened = await asyncio.to_thread(durable.infos), durable.open_keys()
+        return pb.ListSavedSessionsResponse(
+            saved=[
+                pb.SavedSession(
+                    session_key=info.session_key,
+                    model=info.model,
+                    model_digest=info.identity.model_digest,
+                    prompt_format=info.identity.prompt_format,
+                    tokens=info.tokens,
+                    seen_tokens=info.seen_tokens,
+                    turns=info.turns,
+                    window=info.window,
+                    overflow=f"OVERFLOW_{info.overflow.upper()}",
+                    size_bytes=info.size_bytes,
+                    saved_unix_ms=info.created_unix_ms,
+                    used_unix_ms=info.used_unix_ms,
+                    open=info.session_key in opened,
+                )
+                for info in infos
+            ]
+        )
+
     @guarded
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: Context
@@ -112,8 +141,7 @@ class ResidencyCalls(SnapshotCalls):
             if session is not None and session.durable:
                 why = "what was saved under its key was discarded"
                 retained, found = await _close(slot, session, why, discard=True), True
-        durable = next(iter(self.services.slots.values())).durable
-        found = await durable.forget(key) or found
+        found = await self.services.durable.forget(key) or found
         if not found:
             raise SessionNotFound(
                 f"No durable session has the key {key!r}, and nothing is saved under it.",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from modeld.shared.errors import BackendMismatch, SessionNotFound, UnsupportedModelType
 from modeld.shared.ids import backend_of
 from modeld.supervisor.config import Config
+from modeld.supervisor.durable_sessions import DurableSessions
 from modeld.supervisor.events import EventBus
 from modeld.supervisor.model_slot import ModelSlot
 from modeld.supervisor.models.adapters import AdapterStore
@@ -30,6 +31,11 @@ class Services:
     def snapshots(self) -> SnapshotStore:
         assert self.stored_snapshots is not None
         return self.stored_snapshots
+
+    @property
+    def durable(self) -> DurableSessions:
+        """Those of the data root, which all slots share."""
+        return next(iter(self.slots.values())).durable
 
     @property
     def adapters(self) -> AdapterStore:

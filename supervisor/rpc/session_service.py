@@ -48,7 +48,7 @@ from modeld.supervisor.probes.simulated import parse_machine
 from modeld.supervisor.questions import answers
 from modeld.supervisor.rpc import convert, embedding
 from modeld.supervisor.rpc.adapters import adapters_of
-from modeld.supervisor.rpc.errors import Context, guarded
+from modeld.supervisor.rpc.errors import Context, guarded, guarded_while_draining
 from modeld.supervisor.rpc.residency_calls import ResidencyCalls
 from modeld.supervisor.rpc.session_calls import check_text, expect, handle_of
 from modeld.supervisor.rpc.streaming import QueueReporter, caller_of
@@ -135,7 +135,7 @@ class SessionService(ResidencyCalls, session_pb2_grpc.SessionServiceServicer):
             resumed=convert.resumed(opened.resumed) if opened.resumed else None,
         )
 
-    @guarded
+    @guarded_while_draining
     async def ListSessions(
         self, request: pb.ListSessionsRequest, context: Context
     ) -> pb.ListSessionsResponse:

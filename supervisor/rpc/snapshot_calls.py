@@ -25,7 +25,7 @@ from modeld.shared.messages import RestoreOp, RestoreResult, SaveOp, SaveResult
 from modeld.supervisor.awaiting import see_through
 from modeld.supervisor.model_slot import ModelSlot
 from modeld.supervisor.rpc import convert
-from modeld.supervisor.rpc.errors import Context, guarded
+from modeld.supervisor.rpc.errors import Context, guarded, guarded_while_draining
 from modeld.supervisor.rpc.session_calls import SessionCalls, check_text, expect
 from modeld.supervisor.rpc.streaming import caller_of
 from modeld.supervisor.saved_folder import SavedInfo, now_unix_ms, saved_info
@@ -110,7 +110,7 @@ class SnapshotCalls(SessionCalls):
             metadata={"session_id": handle.session_id, "cause": "cancelled"},
         )
 
-    @guarded
+    @guarded_while_draining
     async def ListSnapshots(
         self, request: pb.ListSnapshotsRequest, context: Context
     ) -> pb.ListSnapshotsResponse:

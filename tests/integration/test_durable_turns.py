@@ -93,7 +93,12 @@ def test_a_key_goes_on_where_it_was_token_by_token(client: Client) -> None:
     assert (saved.ok, saved.reason) == (True, "")
     assert saved.tokens >= told[-1].final.resident
     assert saved.written_bytes > 0
+    (listed,) = client.saved_sessions()
+    assert (listed.open, listed.tokens, listed.turns) == (True, saved.tokens, 2)
     gone(client)
+    (listed,) = client.saved_sessions()
+    assert (listed.open, listed.saved_unix_ms) == (False, saved.saved_unix_ms)
+    assert client.list_snapshots().used_bytes >= listed.size_bytes > saved.tokens
 
     again = chatting(client)
     back = resumed(again)

@@ -617,6 +617,10 @@ def test_a_drain_lets_a_decode_finish_and_admits_nothing_new(served: dict[str, A
                 raw_session(operator)
             with pytest.raises(ShuttingDown):
                 operator.load_model(MODEL)
+            # What is there can be looked at meanwhile.
+            assert [one.session for one in operator.sessions()] == [session.handle]
+            assert [model.name for model in operator.models()] == [MODEL]
+            assert (operator.saved_sessions(), operator.list_snapshots().used_bytes) == ([], 0)
         finished = told(stream)
         assert finished.stop is StopReason.LENGTH
         assert finished.final.tokens == 60

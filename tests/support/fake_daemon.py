@@ -601,6 +601,25 @@ class Servicer(
             ]
         )
 
+    async def ListSavedSessions(self, request: Any, context: Any) -> Any:
+        await self.enter(request, context)
+        opened = {s.key for s in self.w.sessions.values() if s.durable}
+        return session_pb2.ListSavedSessionsResponse(
+            saved=[
+                session_pb2.SavedSession(
+                    session_key=key,
+                    model="tiny",
+                    model_digest=manifest.raw_hash("tiny"),
+                    tokens=40,
+                    turns=2,
+                    window=4096,
+                    size_bytes=3_000_000,
+                    open=key in opened,
+                )
+                for key in sorted(self.w.kept_keys)
+            ]
+        )
+
     def quoted(self, request: Any) -> bool:
         """Whether an open session's own numbers are the answer."""
         is_open = any(session.model == request.model for session in self.w.sessions.values())

@@ -138,9 +138,27 @@ def test_a_restore_says_where_a_durable_conversation_is_in_a_session_that_is_not
 ) -> None:
     snapshot_id = kept(modeld, "--durable")
     modeld("sessions", "close", "me")
-    assert "isn't durable" in modeld("sessions", "restore", "me", snapshot_id).stderr
+    with Client.connect(daemon.world.data_root) as program:
+        program.open_session("tiny", session_key="me")
+        assert "isn't durable" in modeld("sessions", "restore", "me", snapshot_id).stderr
     modeld("run", "tiny", "What is it?", "--session", "me")
     assert not last(daemon, pb.OpenSessionRequest).durable
+
+
+@pytest.mark.parametrize("program_s", [False, True])
+def test_a_durable_conversation_is_restored_into_a_durable_session(
+    modeld: Modeld, daemon: FakeDaemon, program_s: bool
+) -> None:
+    snapshot_id = kept(modeld, "--durable")
+    modeld("sessions", "close", "me")
+    if program_s:  # the text of which is its own
+        (daemon.world.data_root / "conversations" / "me.json").unlink()
+    assert "isn't durable" not in modeld("sessions", "restore", "me", snapshot_id).stderr
+    assert last(daemon, pb.OpenSessionRequest).durable
+    assert session_of(daemon, "me").durable
+    if not program_s:
+        assert modeld("run", "tiny", "What is it?", "--session", "me").exit_code == 0
+        assert last(daemon, pb.OpenSessionRequest).durable
 
 
 def test_the_way_to_go_on_names_the_flags_that_a_conversation_does_not_remember(
@@ -256,6 +274,22 @@ def test_what_is_saved_is_discarded_where_a_session_that_is_not_durable_has_its_
     nothing_saved = modeld("sessions", "close", "me", "--discard")
     assert nothing_saved.exit_code == 0
     assert "discarded" not in nothing_saved.stdout
+
+
+def test_what_is_saved_of_a_session_that_is_not_open_is_listed(
+    modeld: Modeld, daemon: FakeDaemon
+) -> None:
+    modeld("run", "tiny", "hi", "--session", "me", "--durable")
+    assert "saved, not open" not in modeld("sessions").stdout
+    modeld("sessions", "close", "me")
+    told = modeld("sessions")
+    assert "no sessions" in told.stderr
+    row = next(line for line in told.stdout.splitlines() if line.startswith("me "))
+    assert row.split()[:6] == ["me", "tiny", "4,096", "40", "2", "3.0"]
+    listed = json.loads(modeld("sessions", "list", "--json").stdout)
+    assert [(one["session_key"], one["open"]) for one in listed["saved"]] == [("me", False)]
+    gone = json.loads(modeld("sessions", "close", "me", "--discard", "--json").stdout)
+    assert (gone["closed"], gone["discarded"]) == ([], ["me"])
 
 
 def test_both_lists_are_there_with_and_without_the_word(modeld: Modeld) -> None:

@@ -26,6 +26,7 @@ PAIRS = [
     (values.Detokenized, session_pb2.DetokenizeResponse),
     (values.Rendered, session_pb2.RenderTemplateResponse),
     (values.SessionList, session_pb2.ListSessionsResponse),
+    (values.SavedSessionList, session_pb2.ListSavedSessionsResponse),
     (values_residency.SnapshotInfo, session_pb2.SnapshotInfo),
     (values_residency.SnapshotList, session_pb2.ListSnapshotsResponse),
     (values_residency.SnapshotChunk, session_pb2.SnapshotChunk),

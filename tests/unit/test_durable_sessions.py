@@ -480,6 +480,7 @@ async def test_the_quota_is_kept_and_told(scene: Scene) -> None:
     failed = await scene.turn(session, "t-2")
     assert (failed.ok, failed.reason) == (False, "STORAGE_FULL")
     assert "snapshot_quota_bytes" in failed.detail
+    assert "close KEY --discard" in failed.detail
     assert scene.files() == {"saved.json", "record-1", "part-1"}
     scene.durable.quota.limit_bytes = 0
     assert (await scene.turn(session, "t-3")).ok
@@ -489,7 +490,9 @@ async def test_a_full_quota_costs_no_writing(scene: Scene) -> None:
     session = (await scene.open()).session
     await scene.turn(session, "t-1")
     scene.durable.quota.limit_bytes = 10
-    assert not (await scene.turn(session, "t-2")).ok
+    refused = await scene.turn(session, "t-2")
+    assert not refused.ok
+    assert "can't be saved; snapshots and durable sessions use" in refused.detail
     assert scene.llama.count(SaveOp) == 1
 
 
@@ -641,14 +644,14 @@ async def test_what_comes_back_while_age_removes_others_stays(
     await scene.saved()
     scene.durable._max_age_s = 0.02
     await asyncio.sleep(0.05)
-    looked = scene.durable._infos
+    looked = scene.durable.infos
 
     def look() -> list[SavedInfo]:
         found = looked()
         scene.durable.folder(KEY).touch(now_unix_ms())  # restored, and closed again
         return found
 
-    monkeypatch.setattr(scene.durable, "_infos", look)
+    monkeypatch.setattr(scene.durable, "infos", look)
     assert await scene.durable.prune() == ()
     assert "saved.json" in scene.files()
 

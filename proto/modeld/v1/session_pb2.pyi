@@ -1071,3 +1071,43 @@ class ListSessionsResponse(_message.Message):
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     sessions: _containers.RepeatedCompositeFieldContainer[SessionInfo]
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ...) -> None: ...
+
+class ListSavedSessionsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SavedSession(_message.Message):
+    __slots__ = ("session_key", "model", "model_digest", "prompt_format", "tokens", "seen_tokens", "turns", "window", "overflow", "size_bytes", "saved_unix_ms", "used_unix_ms", "open")
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    OVERFLOW_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SAVED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    USED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    session_key: str
+    model: str
+    model_digest: str
+    prompt_format: str
+    tokens: int
+    seen_tokens: int
+    turns: int
+    window: int
+    overflow: Overflow
+    size_bytes: int
+    saved_unix_ms: int
+    used_unix_ms: int
+    open: bool
+    def __init__(self, session_key: _Optional[str] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., prompt_format: _Optional[str] = ..., tokens: _Optional[int] = ..., seen_tokens: _Optional[int] = ..., turns: _Optional[int] = ..., window: _Optional[int] = ..., overflow: _Optional[_Union[Overflow, str]] = ..., size_bytes: _Optional[int] = ..., saved_unix_ms: _Optional[int] = ..., used_unix_ms: _Optional[int] = ..., open: _Optional[bool] = ...) -> None: ...
+
+class ListSavedSessionsResponse(_message.Message):
+    __slots__ = ("saved",)
+    SAVED_FIELD_NUMBER: _ClassVar[int]
+    saved: _containers.RepeatedCompositeFieldContainer[SavedSession]
+    def __init__(self, saved: _Optional[_Iterable[_Union[SavedSession, _Mapping]]] = ...) -> None: ...

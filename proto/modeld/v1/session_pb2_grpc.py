@@ -144,6 +144,11 @@ class SessionServiceStub:
                 request_serializer=modeld_dot_v1_dot_session__pb2.ListSessionsRequest.SerializeToString,
                 response_deserializer=modeld_dot_v1_dot_session__pb2.ListSessionsResponse.FromString,
                 _registered_method=True)
+        self.ListSavedSessions = channel.unary_unary(
+                '/modeld.v1.SessionService/ListSavedSessions',
+                request_serializer=modeld_dot_v1_dot_session__pb2.ListSavedSessionsRequest.SerializeToString,
+                response_deserializer=modeld_dot_v1_dot_session__pb2.ListSavedSessionsResponse.FromString,
+                _registered_method=True)
 
 
 class SessionServiceServicer:
@@ -312,6 +317,13 @@ class SessionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSavedSessions(self, request, context):
+        """What is saved of durable sessions, open or not. What is damaged beyond its key is left out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SessionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -424,6 +436,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.ListSessions,
                     request_deserializer=modeld_dot_v1_dot_session__pb2.ListSessionsRequest.FromString,
                     response_serializer=modeld_dot_v1_dot_session__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'ListSavedSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSavedSessions,
+                    request_deserializer=modeld_dot_v1_dot_session__pb2.ListSavedSessionsRequest.FromString,
+                    response_serializer=modeld_dot_v1_dot_session__pb2.ListSavedSessionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1020,6 +1037,33 @@ class SessionService:
             '/modeld.v1.SessionService/ListSessions',
             modeld_dot_v1_dot_session__pb2.ListSessionsRequest.SerializeToString,
             modeld_dot_v1_dot_session__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSavedSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/modeld.v1.SessionService/ListSavedSessions',
+            modeld_dot_v1_dot_session__pb2.ListSavedSessionsRequest.SerializeToString,
+            modeld_dot_v1_dot_session__pb2.ListSavedSessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -97,6 +97,8 @@ class SessionServiceStub:
     unless `discard` is set.
     """
     ListSessions: _grpc.UnaryUnaryMultiCallable[_session_pb2.ListSessionsRequest, _session_pb2.ListSessionsResponse]
+    ListSavedSessions: _grpc.UnaryUnaryMultiCallable[_session_pb2.ListSavedSessionsRequest, _session_pb2.ListSavedSessionsResponse]
+    """What is saved of durable sessions, open or not. What is damaged beyond its key is left out."""
 
 @_typing.type_check_only
 class SessionServiceAsyncStub(SessionServiceStub):
@@ -162,6 +164,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     unless `discard` is set.
     """
     ListSessions: _aio.UnaryUnaryMultiCallable[_session_pb2.ListSessionsRequest, _session_pb2.ListSessionsResponse]  # type: ignore[assignment]
+    ListSavedSessions: _aio.UnaryUnaryMultiCallable[_session_pb2.ListSavedSessionsRequest, _session_pb2.ListSavedSessionsResponse]  # type: ignore[assignment]
+    """What is saved of durable sessions, open or not. What is damaged beyond its key is left out."""
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -356,5 +360,13 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_pb2.ListSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_session_pb2.ListSessionsResponse, _abc.Awaitable[_session_pb2.ListSessionsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListSavedSessions(
+        self,
+        request: _session_pb2.ListSavedSessionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_session_pb2.ListSavedSessionsResponse, _abc.Awaitable[_session_pb2.ListSavedSessionsResponse]]:
+        """What is saved of durable sessions, open or not. What is damaged beyond its key is left out."""
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
