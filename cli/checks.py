@@ -374,6 +374,12 @@ def saved(stats: DiskStats) -> Finding:
     text = f"saved sessions take {size(kept)}{limit}"
     if stats.cold_bytes:
         text += f", parked KV {size(stats.cold_bytes)}"
+    if 0 < stats.quota_bytes <= kept:
+        how = (
+            "raise the setting snapshot_quota_bytes, or remove what isn't needed: modeld snapshots "
+            "delete ID, modeld sessions close KEY --discard"
+        )
+        return Finding("disk", Level.WARNING, f"{text}: nothing more is saved", how)
     if not stats.damaged_snapshots:
         return Finding("disk", Level.OK, text)
     named = ", ".join(stats.damaged_snapshots[:3])

@@ -147,30 +147,30 @@ def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
 def report_error(error: Exception, as_json: bool) -> None:
     """A typed error: a line and its live numbers on stderr, or one object on stdout."""
-    reason, message = error_reason(error), str(error)
-    metadata = error.metadata if isinstance(error, ModeldError) else {}
-    retry_after_s = error.retry_after_s if isinstance(error, ModeldError) else None
+    told = error_object(error)
     if as_json:
-        emit_json(
-            {
-                "error": {
-                    "reason": reason,
-                    "message": message,
-                    "metadata": metadata,
-                    "retry_after_s": retry_after_s,
-                    "exit_code": int(exit_code_of(error)),
-                }
-            }
-        )
+        emit_json({"error": told})
         return
-    note(f"error: {reason}: {message}", "red")
+    note(f"error: {told['reason']}: {told['message']}", "red")
     for extra in getattr(error, "__notes__", ()):
         note(f"  {extra}")
-    for key, value in sorted(metadata.items()):
+    for key, value in sorted(told["metadata"].items()):
         if value:
             note(f"  {key}: {value}")
-    if retry_after_s is not None:
-        note(f"  retry after: {retry_after_s:g} s")
+    if told["retry_after_s"] is not None:
+        note(f"  retry after: {told['retry_after_s']:g} s")
+
+
+def error_object(error: Exception) -> dict[str, Any]:
+    """A typed error as `--json` shows it, under ``error``."""
+    typed = error if isinstance(error, ModeldError) else None
+    return {
+        "reason": error_reason(error),
+        "message": str(error),
+        "metadata": typed.metadata if typed else {},
+        "retry_after_s": typed.retry_after_s if typed else None,
+        "exit_code": int(exit_code_of(error)),
+    }
 
 
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF})

@@ -24,14 +24,17 @@ from modeld.cli.answering import (
 )
 from modeld.cli.conversations import Conversation
 from modeld.cli.daemon_start import connect_or_start
+from modeld.cli.exit_codes import exit_code_of
 from modeld.cli.main import Settings, global_options, pass_settings
-from modeld.cli.output import count, emit_json, note
+from modeld.cli.output import count, emit_json, error_object, note
 from modeld.client import (
     Client,
+    ClientError,
     ContextOverflow,
     DecodeOptions,
     Image,
     Message,
+    ModeldError,
     Session,
     SnapshotInfo,
     Text,
@@ -166,6 +169,7 @@ def run(
         v_type=v_type,
     )
     conversation.system = stable or conversation.system
+    label = None if label is None else texts.argument(label, "--snapshot")
     constraint = structured(json_schema, regex, grammar)
     options = DecodeOptions(stop=stop, **constraint, **sampling)
     options.to_proto()  # refused, if it must be, before anything is started
@@ -183,12 +187,21 @@ def run(
             **session_options(client, model, wanted),
         )
         snapshot: SnapshotInfo | None = None
+        late: ModeldError | ClientError | None = None  # what failed once the answer was there
         try:
-            stream = _turn(
-                settings, session, conversation, text, shown, options, no_wait, session_key
+            stream, interrupt = _turn(
+                settings, session, conversation, text, shown, options, no_wait
             )
-            if label is not None:
-                snapshot = session.snapshot(texts.argument(label, "--snapshot"))
+            try:
+                conversation.follow(session)
+                if session_key and conversation.add(text, shown, stream):
+                    conversations.save(settings.root, session_key, conversation)
+                if interrupt is not None:
+                    raise interrupt
+                if label is not None:
+                    snapshot = session.snapshot(label)
+            except (ModeldError, ClientError) as error:
+                late = error
         except ContextOverflow as error:
             error.add_note("Run it again with a larger --window.")
             raise
@@ -196,7 +209,12 @@ def run(
             leave(session, keep=bool(session_key))
         if settings.json:
             told = _object(client, session, model, session_key, stream, started)
-            emit_json({**told, "snapshot": snapshot})
+            told["snapshot"] = snapshot
+            if late is not None:
+                told["error"] = error_object(late)
+            emit_json(told)
+            if late is not None:
+                click.get_current_context().exit(exit_code_of(late))
             return
         if snapshot is not None:
             note(f"snapshot {snapshot.snapshot_id}, {count(snapshot.tokens)} tokens")
@@ -211,6 +229,8 @@ def run(
             if session_key
             else f"Ask again with {larger}, or with a shorter prompt.",
         )
+        if late is not None:
+            raise late
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
@@ -233,9 +253,8 @@ def _turn(
     images: list[Image],
     options: DecodeOptions,
     no_wait: bool,
-    session_key: str,
-) -> TurnStream:
-    """The turn, kept in the conversation however it ends but with an error."""
+) -> tuple[TurnStream, KeyboardInterrupt | None]:
+    """The turn, however it ends but with an error, and what interrupted it."""
     items = conversation.items()
     raw = conversation.prompt_format == "raw"
     items.append(Text(text) if raw else Message.user(text, images))
@@ -253,12 +272,7 @@ def _turn(
         if not stopped.args:
             raise
         interrupt, stream = stopped, stopped.args[0]
-    conversation.follow(session)
-    if session_key and conversation.add(text, images, stream):
-        conversations.save(settings.root, session_key, conversation)
-    if interrupt is not None:
-        raise interrupt
-    return stream
+    return stream, interrupt
 
 
 def _object(

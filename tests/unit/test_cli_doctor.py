@@ -400,6 +400,9 @@ def test_damaged_snapshots_are_named_with_what_to_do():
     kept = DiskStats("/data", 0, 3 << 20, 9, 9, durable_bytes=1 << 20, quota_bytes=1 << 30)
     assert checks.saved(kept).level is Level.OK
     assert "4.2 MB of the 1.1 GB" in checks.saved(kept).text
+    full = checks.saved(replace(kept, quota_bytes=4 << 20))
+    assert (full.level, "nothing more is saved" in full.text) == (Level.WARNING, True)
+    assert "close KEY --discard" in full.remedy
     finding = checks.saved(replace(kept, damaged_snapshots=tuple("abcde")))
     assert finding.level is Level.WARNING
     assert "a, b, c and 2 more" in finding.text

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from modeld.cli.exit_codes import Exit
+from modeld.cli.exit_codes import Exit, exit_code_of
 from modeld.shared import errors as typed
 from modeld.v1 import session_pb2
 from tests.support.fake_daemon import FakeDaemon, FakeSession
@@ -126,6 +126,32 @@ def test_run_can_keep_what_it_leaves(modeld, daemon):
     assert (told["label"], told["turns"]) == ("fresh", 1)
     assert daemon.world.sessions == {}
     assert "snapshot snap-" in modeld("run", "tiny", "hi", "--snapshot", "x").stderr
+
+
+@pytest.mark.parametrize("failing", ["the snapshot", "the text"])
+def test_an_answer_is_told_whatever_fails_after_it(modeld, daemon, root, failing):
+    arguments = ["run", "tiny", "hi"]
+    if failing == "the snapshot":
+        arguments += ["--snapshot", "x"]
+        error = typed.StorageFull("full", metadata={"quota_bytes": 10})
+    else:
+        arguments += ["--session", "me"]
+        (root / "conversations").write_text("no folder")
+        error = typed.InvalidRequest("in the way")
+    for as_json in (True, False):
+        if failing == "the snapshot":
+            daemon.world.fail("Snapshot", error)
+        result = modeld(*arguments, *(["--json"] if as_json else []))
+        assert result.exit_code == exit_code_of(error)
+        if as_json:
+            told = json.loads(result.stdout)
+            assert told["answer"]
+            assert told["error"]["reason"] == error.reason
+            assert told["snapshot"] is None
+        else:
+            assert result.stdout.strip()
+            assert "prefilled" in result.stderr
+            assert error.reason in result.stderr
 
 
 # --- sessions ------------------------------------------------------------------------------------
