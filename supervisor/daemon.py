@@ -38,7 +38,7 @@ from modeld.supervisor.model_slot import ModelSlot
 from modeld.supervisor.models.store import ModelStore
 from modeld.supervisor.planning import Planning, Probe
 from modeld.supervisor.probes.machine import MachineProbe
-from modeld.supervisor.process import sweep_leftovers
+from modeld.supervisor.process import own_log, sweep_leftovers
 from modeld.supervisor.rpc.daemon_service import DaemonService
 from modeld.supervisor.rpc.errors import hear_grpc
 from modeld.supervisor.rpc.model_service import ModelService
@@ -291,8 +291,12 @@ class Daemon:
     # --- time-outs --------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
+        log = own_log(self.config.data_root / "logs" / "daemon.log")  # where `modeld run` began it
         while True:
             await asyncio.sleep(TICK_S)
+            if log is not None:
+                with contextlib.suppress(OSError):
+                    log.trim()
             for slot in self._slots.values():
                 try:
                     await slot.tick(asyncio.get_running_loop().time())

@@ -432,7 +432,9 @@ class WorkerKeeper:
         finally:
             self._pumping = False
         if self.state is not before:
-            log.info("%s worker: %s -> %s", self.backend, before.value, self.state.value)
+            # A call makes it busy and idle again: too much to tell of each.
+            level = logging.DEBUG if before in _READY and self.state in _READY else logging.INFO
+            log.log(level, "%s worker: %s -> %s", self.backend, before.value, self.state.value)
         for changed in self._changed:
             if not changed.done():
                 changed.set_result(None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from modeld.supervisor.process import Handle, Process, WorkerLog, record_dir_of
+from modeld.supervisor.process import LOG_MAX_BYTES, BoundedLog, Handle, Process, record_dir_of
 
 # Threads that spin for long take shared cores from others. But one that sleeps at each of an
 # evaluation's hundreds of barriers wakes late, so they spin for some 50 us first.
@@ -45,7 +45,7 @@ class LocalLauncher:
         data_root: Path,
         env: Mapping[str, str] | None = None,
         python: str = sys.executable,
-        log_max_bytes: int = 4 * 1024 * 1024,
+        log_max_bytes: int = LOG_MAX_BYTES,
     ) -> None:
         """``env`` is added to the supervisor's own; it may be changed between spawns."""
         self.module = module
@@ -55,7 +55,7 @@ class LocalLauncher:
         self.log_max_bytes = log_max_bytes
 
     async def spawn(self, spec: SpawnSpec) -> Process:
-        worker_log = WorkerLog(
+        worker_log = BoundedLog(
             self.data_root / "logs" / f"worker-{spec.backend}.log", self.log_max_bytes
         )
         # -P: a file named like a module of ours in the current folder must not be run instead.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ import psutil
 
 log = logging.getLogger(__name__)
 
+LOG_MAX_BYTES = 4 * 1024 * 1024
 ABORT_GRACE_S = 0.5  # time to write the stacks after SIGABRT
 PARENT_FD_VARIABLE = "MODELD_WORKER_PARENT_FD"
 _SWEEP_WAIT_S = 5.0
@@ -80,10 +82,21 @@ async def take_down(
     return handle.exit.result()
 
 
-class WorkerLog:
-    """A worker's stderr in an append-only file of bounded size; the worker writes it directly."""
+def own_log(path: Path) -> BoundedLog | None:
+    """The file there, where it is this process's own stderr and appended to; else None."""
+    try:
+        if not os.path.samestat(os.fstat(2), path.stat()):
+            return None
+        appended = fcntl.fcntl(2, fcntl.F_GETFL) & os.O_APPEND
+    except OSError:
+        return None
+    return BoundedLog(path) if appended else None
 
-    def __init__(self, path: Path, max_bytes: int = 4 * 1024 * 1024) -> None:
+
+class BoundedLog:
+    """An append-only file of bounded size that a process has as its stderr, and writes directly."""
+
+    def __init__(self, path: Path, max_bytes: int = LOG_MAX_BYTES) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = path
         self.max_bytes = max_bytes
@@ -132,7 +145,7 @@ class Process:
         self,
         command: Sequence[str],
         env: Mapping[str, str],
-        worker_log: WorkerLog,
+        worker_log: BoundedLog,
         record_dir: Path | None = None,
     ) -> None:
         """Raises OSError if the program can't be started (the log is closed then)."""

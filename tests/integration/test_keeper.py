@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from modeld.shared.messages import (
 from modeld.supervisor.fleet import HeartbeatLimits
 from modeld.supervisor.lifecycle import WorkerState
 from modeld.supervisor.link import Operation
-from modeld.supervisor.process import WorkerLog, started_at, sweep_leftovers
+from modeld.supervisor.process import LOG_MAX_BYTES, BoundedLog, started_at, sweep_leftovers
 from modeld.supervisor.restart import RestartPolicy
 from tests.support.keeping import Kept, decode, kept, prompt, turn, until
 
@@ -317,8 +319,38 @@ async def test_leftovers_are_swept_by_pid_and_start_time(tmp_path: Path) -> None
     assert list(folder.iterdir()) == []
 
 
+OWN_LOG = """
+import sys
+from pathlib import Path
+from modeld.supervisor.process import own_log
+log = own_log(Path(sys.argv[1]))
+for number in range(300_000):
+    sys.stderr.write("%020d\\n" % number)
+    if log is not None and number % 1000 == 0:
+        log.trim()
+print(log is not None)
+"""
+
+
+@pytest.mark.parametrize("mode", ["ab", "wb"])
+def test_a_daemon_s_log_is_bounded_where_it_is_appended_to(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "daemon.log"
+    with path.open(mode) as output:
+        told = subprocess.run(
+            [sys.executable, "-c", OWN_LOG, str(path)],
+            stderr=output,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    bounded = mode == "ab"
+    assert told.stdout.strip() == str(bounded)
+    assert (path.stat().st_size < LOG_MAX_BYTES + 50_000) == bounded
+    assert path.read_text().endswith("299999\n")
+
+
 def test_a_log_stays_bounded_and_keeps_its_end(tmp_path: Path) -> None:
-    log = WorkerLog(tmp_path / "worker.log", max_bytes=1000)
+    log = BoundedLog(tmp_path / "worker.log", max_bytes=1000)
     for number in range(100):
         os.write(log.fd, b"%020d\n" % number)
     assert log.tail(21) == "00000000000000000099\n"

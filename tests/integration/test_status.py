@@ -273,3 +273,12 @@ def test_the_log_holds_no_prompt_text(client: Client, daemon: RunningDaemon, raw
         ask(raw, secret * 400, " plays", 2)
     assert "Xylophonist" not in daemon.log()
     assert "Quetzalcoatl" not in daemon.log()
+
+
+def test_the_log_does_not_grow_with_every_call(daemon: RunningDaemon, raw: Session) -> None:
+    ask(raw, " Once upon", " a time", 2)
+    before = len(daemon.log())
+    for _ in range(3):
+        ask(raw, " Once upon", " a time", 2)
+        raw.explain()
+    assert len(daemon.log()) == before

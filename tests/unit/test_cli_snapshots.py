@@ -131,6 +131,7 @@ def test_run_can_keep_what_it_leaves(modeld, daemon):
 @pytest.mark.parametrize("failing", ["the snapshot", "the text"])
 def test_an_answer_is_told_whatever_fails_after_it(modeld, daemon, root, failing):
     arguments = ["run", "tiny", "hi"]
+    error: typed.ModeldError
     if failing == "the snapshot":
         arguments += ["--snapshot", "x"]
         error = typed.StorageFull("full", metadata={"quota_bytes": 10})
