@@ -103,8 +103,9 @@ def structured(json_schema: Path | None, regex: str | None, grammar: Path | None
 def session_flags(function: F) -> F:
     """The options of what kind of session to open."""
     flags = [
-        click.option("--window", type=click.IntRange(min=0), default=0, metavar="N",
-                     help="Context window in tokens. 0: chosen by what memory allows."),
+        click.option("--window", type=click.IntRange(min=0), default=None, metavar="N",
+                     help="Context window in tokens. 0 (the default): chosen by what memory "
+                     "allows."),
         click.option("--k-type", default="", metavar="TYPE",
                      help="KV cache type of the keys, e.g. q8_0. Default: the daemon's."),
         click.option("--v-type", default="", metavar="TYPE", help="The same of the values."),
@@ -132,6 +133,7 @@ def kept_conversation(
     prompt_format: str,
     model: str,
     *,
+    window: int | None,
     overflow: str | None,
     durable: bool | None,
     k_type: str,
@@ -148,6 +150,7 @@ def kept_conversation(
         if key
         else Conversation(prompt_format, model)
     )
+    conversation.window = conversation.window if window is None else window
     conversation.overflow = overflow or conversation.overflow
     conversation.durable = conversation.durable if durable is None else durable
     if k_type or v_type:
@@ -201,6 +204,10 @@ def open_session(
             raise
         session = opened()
     _tell_resumed(session.opened.resumed)
+    effective = session.resolution.context.effective
+    if effective.tokens < (asked := options.get("window", 0)):
+        why = effective.reason.value.lower()
+        note(f"the window is {count(effective.tokens)} tokens, not {count(asked)}: {why}", "yellow")
     return session
 
 
@@ -230,6 +237,8 @@ def _gave_way(client: Client, key: str, error: ManifestMismatch) -> bool:
         with contextlib.suppress(SessionNotFound, SessionClosed, GenerationStale):
             client.close_session(each.session)
     actual, asked = error.metadata.get("actual", ""), error.metadata.get("asserted", "")
+    if field == "window" and actual == "0":
+        actual = "as memory allowed"
     note(
         f"the session of {key!r} had {field} {actual or 'unset'}; it is opened anew with "
         f"{asked or 'the default'} and goes on from the kept text",

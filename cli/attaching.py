@@ -41,6 +41,7 @@ def not_open(key_or_id: str) -> SessionNotFound:
 def opened_as(info: SessionInfo, resolution: Resolution) -> dict[str, Any]:
     """How a session was opened, but for its model, prompt format and adapters."""
     return {
+        "window": resolution.context.requested.tokens,
         "profile_id": info.profile_id,
         "k_type": resolution.k_type,
         "v_type": resolution.v_type,
@@ -71,7 +72,7 @@ def attached(client: Client, info: SessionInfo) -> Iterator[Session]:
         session_key=info.session_key,
         prompt_format=info.prompt_format,
         adapters=slots[0].identity.adapters if slots else (),
-        **opened_as(info, resolution),
+        **{**opened_as(info, resolution), "window": 0},  # whatever it is
     )
     try:
         yield session

@@ -70,10 +70,11 @@ class Conversation:
     v_type: str = ""
     layout: str = "isolated"
     profile_id: str = ""
+    window: int = 0  # tokens; 0: chosen by what memory allows
 
     def opening(self) -> dict[str, Any]:
         """How its session is opened, as options of ``open_session``."""
-        names = ("overflow", "durable", "k_type", "v_type", "layout", "profile_id")
+        names = ("window", "overflow", "durable", "k_type", "v_type", "layout", "profile_id")
         return {name: getattr(self, name) for name in names}
 
     def items(self) -> list[Message | GeneratedTurn | Text]:
@@ -168,6 +169,7 @@ def load(data_root: Path, key: str, prompt_format: str, model: str) -> Conversat
             str(data.get("v_type", "")),
             str(data.get("layout", "isolated")),
             str(data.get("profile_id", "")),
+            int(data.get("window", 0)),
         )
         for exchange in kept.exchanges:
             exchange.shown()

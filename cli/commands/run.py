@@ -55,9 +55,9 @@ numbers at the end says how many tokens of each were reused and how many were re
 With --session KEY the conversation goes on from run to run: its text is kept in
 conversations/KEY.json of the data root, readable by you alone, and sent along each time. While the
 daemon holds the session, nothing of it is read again; after that it is read anew from the text.
---system, --prefix-file, --overflow, --durable, --k-type and --v-type need to be given only the
-first time. A key belongs to one model; another --window or cache type opens its session anew. To
-forget it, remove the file, and end its session with `modeld sessions close KEY --discard`.
+--system, --prefix-file, --window, --overflow, --durable, --k-type and --v-type need to be given
+only the first time. A key belongs to one model; another window or cache type opens its session
+anew. To forget it, remove the file, and end its session with `modeld sessions close KEY --discard`.
 
 With --overflow evict the conversation goes on beyond the window: what is neither at its head nor
 recent goes out of the model's attention, and the line of numbers says how many tokens are parked
@@ -139,7 +139,7 @@ def run(
     stats: bool,
     no_start: bool,
     no_wait: bool,
-    window: int,
+    window: int | None,
     k_type: str,
     v_type: str,
     stop: tuple[str, ...],
@@ -163,6 +163,7 @@ def run(
         session_key,
         prompt_format,
         model,
+        window=window,
         overflow=overflow,
         durable=durable,
         k_type=k_type,
@@ -181,7 +182,6 @@ def run(
             model,
             prompt_format=prompt_format,
             session_key=session_key,
-            window=window,
             no_wait=no_wait,
             **conversation.opening(),
             **session_options(client, model, wanted),

@@ -155,13 +155,20 @@ def number(tokens: int, reason: int = common_pb2.REQUEST) -> common_pb2.ContextN
     )
 
 
+MOST = 100_000  # tokens that a window here may have
+
+
 def resolution(window: int) -> common_pb2.Resolution:
     return common_pb2.Resolution(
         context=common_pb2.ContextNumbers(
             model_max=number(8192, common_pb2.MODEL_CEILING),
             requested=number(window),
             memory_fit=number(20000, common_pb2.MEMORY),
-            effective=number(window or WINDOW),
+            effective=(
+                number(window or WINDOW)
+                if window <= MOST
+                else number(MOST, common_pb2.MODEL_CEILING)
+            ),
             hot=number(window or WINDOW),
             planner=common_pb2.ContextNumber(reason=common_pb2.COLD_BUDGET),
         ),

@@ -194,6 +194,16 @@ def test_an_answer_cut_by_a_crash_says_what_stands(modeld, daemon, root):
     assert [e["user"] for e in kept] == ["one", "three"]
 
 
+def test_the_window_of_a_conversation_is_remembered(modeld, daemon):
+    modeld("run", "tiny", "I am Ada", "--session", "me", "--window", "300")
+    modeld("sessions", "close", "me")
+    modeld("run", "tiny", "who am I", "--session", "me")
+    (session,) = daemon.world.sessions.values()
+    assert session.window == 300
+    told = modeld("run", "tiny", "who am I", "--session", "me", "--window", "200000").stderr
+    assert "the window is 100,000 tokens, not 200,000: model_ceiling" in told
+
+
 def test_a_full_window_is_told_even_without_numbers(modeld, daemon):
     daemon.world.window_full = True
     result = modeld("run", "tiny", "hi", "--no-stats")
