@@ -530,7 +530,8 @@ class WorkerKeeper:
 
     def _drained(self) -> SessionFatal:
         return SessionFatal(
-            "The worker was ended on request before this call was through; open a new session.",
+            "The daemon drains, and its worker was ended before this call was through "
+            "(drain_grace_s says when). Open a new session once a daemon runs again.",
             metadata={"cause": "drain"},
         )
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 
 from modeld.shared.capacity import (
     AdapterUse,
@@ -33,6 +34,7 @@ from modeld.shared.messages import (
 from modeld.supervisor.context_slot import ContextSlot
 from modeld.supervisor.findings import check_load
 from modeld.supervisor.models.store import StoredModel
+from modeld.supervisor.sessions import Session
 from modeld.supervisor.slot import FINAL
 from modeld.supervisor.slot_core import (
     Caller,
@@ -56,6 +58,7 @@ from modeld.supervisor.slot_plan import Resident
 logger = logging.getLogger(__name__)
 
 OPEN_RETRY_S = 600.0
+NAMED = 5  # sessions in a refusal, at most
 
 
 class LoadingSlot(ContextSlot):
@@ -122,45 +125,44 @@ class LoadingSlot(ContextSlot):
             return
         if capacity is not None and self._is_resident(model):
             if self.resident.adapters != capacity.adapters:
-                raise self._other_adapters(self.resident, capacity, len(attached))
-            raise self._other_kv_types(self.resident, capacity, len(attached))
+                raise self._other_adapters(self.resident, capacity, attached)
+            raise self._other_kv_types(self.resident, capacity, attached)
         raise SwitchRequired(
-            f"{self.model_name!r} is resident with {len(attached)} open session(s), so "
-            f"{model.name!r} can't be loaded behind their back. Close them, wait until they are "
-            "idle, or call SwitchModel.",
+            f"{self.model_name!r} is resident with {_open(attached)}, so {model.name!r} can't be "
+            "loaded behind their back. Close them, wait until they are idle, or call SwitchModel.",
             metadata={
                 "resident_model": self.model_name,
                 "requested_model": model.name,
-                "sessions": len(attached),
                 "generation": self.sessions.generation,
+                **_counted(attached),
             },
         )
 
     def _other_adapters(
-        self, resident: Resident, capacity: CapacityRequest, attached: int
+        self, resident: Resident, capacity: CapacityRequest, attached: Sequence[Session]
     ) -> SwitchRequired:
         has, wanted = adapter_words(resident.adapters), adapter_words(capacity.adapters)
         return SwitchRequired(
-            f"{self.model_name!r} is resident with {has} and {attached} open session(s); {wanted} "
-            "needs it loaded again. Ask for what is resident, or close the sessions.",
+            f"{self.model_name!r} is resident with {has} and {_open(attached)}; {wanted} needs it "
+            "loaded again. Ask for what is resident, or close the sessions.",
             metadata={
                 "resident_model": self.model_name,
                 "requested_model": self.model_name,
                 "resident_adapters": has,
                 "adapters": wanted,
-                "sessions": attached,
                 "generation": self.sessions.generation,
+                **_counted(attached),
             },
         )
 
     def _other_kv_types(
-        self, resident: Resident, capacity: CapacityRequest, attached: int
+        self, resident: Resident, capacity: CapacityRequest, attached: Sequence[Session]
     ) -> SwitchRequired:
         k_type, v_type = resident.kv_types
         return SwitchRequired(
-            f"{self.model_name!r} is resident, compiled for KV of {k_type}, with {attached} open "
-            f"session(s); K {capacity.k_type} and V {capacity.v_type} need it loaded again. Ask "
-            f"for {k_type}, or close the sessions.",
+            f"{self.model_name!r} is resident, compiled for KV of {k_type}, with "
+            f"{_open(attached)}; K {capacity.k_type} and V {capacity.v_type} need it loaded "
+            f"again. Ask for {k_type}, or close the sessions.",
             metadata={
                 "resident_model": self.model_name,
                 "requested_model": self.model_name,
@@ -168,8 +170,8 @@ class LoadingSlot(ContextSlot):
                 "resident_v_type": v_type,
                 "k_type": capacity.k_type,
                 "v_type": capacity.v_type,
-                "sessions": attached,
                 "generation": self.sessions.generation,
+                **_counted(attached),
             },
         )
 
@@ -298,9 +300,8 @@ class LoadingSlot(ContextSlot):
             attached = self.sessions.attached(time.monotonic())
             if attached and not force:
                 raise SwitchRequired(
-                    f"{self.model_name!r} has {len(attached)} open session(s). Close them, or "
-                    "unload with force.",
-                    metadata={"resident_model": self.model_name, "sessions": len(attached)},
+                    f"{self.model_name!r} has {_open(attached)}. Close them, or unload with force.",
+                    metadata={"resident_model": self.model_name, **_counted(attached)},
                 )
             return await self._unload(UnloadRequested(cause))
 
@@ -366,3 +367,15 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, ModeldError):
         return error.message
     return "cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__
+
+
+def _open(sessions: Sequence[Session]) -> str:
+    """How many are open, with the names of the first ones."""
+    named = ", ".join(one.key or one.session_id for one in sessions[:NAMED])
+    more = f" and {len(sessions) - NAMED} more" if len(sessions) > NAMED else ""
+    return f"{len(sessions)} open session(s): {named}{more}"
+
+
+def _counted(sessions: Sequence[Session]) -> dict[str, object]:
+    ids = ",".join(one.session_id for one in sessions[:NAMED])
+    return {"sessions": len(sessions), "session_ids": ids}

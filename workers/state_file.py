@@ -315,7 +315,7 @@ def _opened(fd: int, file_bytes: int) -> StateFile:
     if version != VERSION:
         raise ManifestMismatch(
             f"The file is of version {version} of the state's format; this worker reads version "
-            f"{VERSION}. Compute that state again.",
+            f"{VERSION}. Send its prompt again.",
             metadata={
                 "reason": "identity", "field": "version", "asserted": version, "actual": VERSION,
             },
@@ -394,6 +394,6 @@ def _read_into(fd: int, view: memoryview, offset: int, live: Live = nobody) -> i
 def _damaged(what: str) -> DigestMismatch:
     return DigestMismatch(
         f"The file doesn't hold a session's state as it was written: {what}. Nothing was changed. "
-        "Compute that state again.",
+        "Send its prompt again.",
         metadata={"cause": "state_file"},
     )

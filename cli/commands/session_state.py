@@ -38,7 +38,7 @@ def show(settings: Settings, key: str) -> None:
 
     hot: the model attends to it. retained: kept behind the context until something else takes its
     place. parked: out of attention, its memory kept aside. gone: out of attention, and read anew if
-    it is ever admitted again.
+    it is ever admitted again. A session that is parked as a whole is brought back for it.
     """
     with connect(settings) as client, attached(client, found(client, key)) as session:
         report = session.explain()

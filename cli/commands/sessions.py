@@ -11,7 +11,7 @@ from modeld.cli.commands import session_state
 from modeld.cli.daemon_start import connect
 from modeld.cli.main import Settings, global_options, pass_settings
 from modeld.cli.output import ago, count, emit_json, note, say, seconds, size, table
-from modeld.client import Client, Overflow, SavedSession, SessionInfo, SessionNotFound
+from modeld.client import Client, Layout, Overflow, SavedSession, SessionInfo, SessionNotFound
 
 
 @click.group(invoke_without_command=True, short_help="List, show, keep, branch and close sessions.")
@@ -159,6 +159,8 @@ def _state(session: SessionInfo) -> str:
     parts = ["attached" if session.attached else "detached"]
     if session.parked:
         parts.append("parked")
+    if session.layout is Layout.BATCHED:
+        parts.append("batched")
     if session.overflow is Overflow.EVICT:
         parts.append("evicts")
     if session.durable:

@@ -548,6 +548,7 @@ def test_a_switch_is_refused_behind_open_sessions_and_done_when_asked(
             attempt()
         assert refused.value.metadata["resident_model"] == MODEL
         assert refused.value.metadata["sessions"] == "1"
+        assert refused.value.metadata["session_ids"] == session.handle.session_id
     with pytest.raises(GenerationStale):
         narrow.switch_model("tiny", generation - 1)
     assert ask(session, " One", " two", 1).after.prefilled == 1
