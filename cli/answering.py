@@ -334,8 +334,9 @@ def _outside(stream: TurnStream, final: Final) -> list[str]:
 
 def _generated(final: Final) -> str:
     text = f"{count(final.tokens)} token{'s' if final.tokens != 1 else ''}"
-    if final.tokens > 1 and final.engine_seconds > 0:  # the first one is the prompt's
-        text += f", {final.tokens / final.engine_seconds:.1f}/s"
+    further = final.tokens - 1  # what gives the first one is the prompt's evaluation
+    if further > 0 and final.engine_seconds > 0:
+        text += f", {further / final.engine_seconds:.1f}/s"
     if final.stop_reason is not StopReason.EOS:
         text += f", stopped: {final.stop_reason.value.lower()}"
     return f"{text} · {count(final.available)} tokens left"

@@ -135,6 +135,7 @@ def test_run_prints_the_answer_on_stdout_and_the_numbers_on_stderr(modeld, daemo
     assert result.stdout == "you said: hello\n"
     assert "reused" in result.stderr
     assert "prefilled" in result.stderr
+    assert "3 tokens, 4.0/s" in result.stderr  # two of them in half a second
     assert daemon.world.sessions == {}
 
 
