@@ -7,6 +7,7 @@ nothing of models, sessions, generations or gRPC; who must know of a death is to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import random
@@ -55,6 +56,7 @@ log = logging.getLogger(__name__)
 
 _READY = (WorkerState.IDLE, WorkerState.BUSY)
 _LOG_TRIM_EVERY_S = 10.0
+LOSS_KNOWN_S = 2.0
 _DEADLINE_MARGIN_S = 0.25
 # What may be shown of a worker's stderr: lines that engines and the runtime write when they fail.
 # Anything else could hold text of a prompt.
@@ -266,6 +268,15 @@ class WorkerKeeper:
                 self._progressed_s = time.monotonic()
             self._post(OpStarted(operation.op_id))
         return operation
+
+    async def loss_known(self) -> None:
+        """After a call that couldn't be sent to a worker that seemed up: wait until it is known to
+        be lost, for LOSS_KNOWN_S at most. What becomes of its sessions is decided by then.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOSS_KNOWN_S):
+                while self.state in _READY:
+                    await self._next_change()
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new calls, let running ones finish within ``grace_s`` seconds, end the worker.

@@ -24,6 +24,7 @@ from modeld.shared.errors import (
     NotOwner,
     SessionFatal,
     ShuttingDown,
+    WorkerUnavailable,
 )
 from modeld.shared.messages import (
     ChunkOut,
@@ -321,7 +322,13 @@ class SlotCore:
         if session is not None:
             await self.ready(session)
             self.sessions.require(session)
-        operation = self.keeper.call(self.sessions.generation, request, credit=credit)
+        try:
+            operation = self.keeper.call(self.sessions.generation, request, credit=credit)
+        except WorkerUnavailable:
+            await self.keeper.loss_known()  # it may have died this moment, and the session with it
+            if session is not None:
+                self.sessions.require(session)
+            raise
         if session is not None:
             session.operations.add(operation)
         taken = 0

@@ -319,6 +319,28 @@ async def test_leftovers_are_swept_by_pid_and_start_time(tmp_path: Path) -> None
     assert list(folder.iterdir()) == []
 
 
+def _without_the_loop(pid: int) -> None:
+    """Wait until a process ended, and its socket's peer knows: the loop stands meanwhile."""
+    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    time.sleep(0.2)
+
+
+async def test_a_loss_is_known_soon_after_a_call_finds_nobody(tmp_path: Path) -> None:
+    async with kept(tmp_path) as k:
+        await k.keeper.ready(None)
+        await k.open()
+        hello = k.keeper.hello
+        assert hello is not None
+        os.kill(hello.pid, signal.SIGKILL)
+        _without_the_loop(hello.pid)
+        with pytest.raises(WorkerUnavailable):
+            k.keeper.call(1, turn("a", "b", max_tokens=1))
+        assert k.deaths == []
+        await k.keeper.loss_known()
+        assert len(k.deaths) == 1
+
+
 OWN_LOG = """
 import sys
 from pathlib import Path

@@ -29,6 +29,7 @@ from tests.support.backends import share_conversion
 REPOSITORY = Path(__file__).parents[2]
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 60.0
+LOG_TAIL = 20_000  # characters that a failing test shows
 MODEL = "smol"
 
 # What the tests' daemons run with. Two engine threads: as many as a small machine has.
@@ -115,6 +116,9 @@ def running_daemon(
             if converted is not None:  # what no model of the store is made of is swept at start
                 share_conversion(converted, data_root)
         yield daemon
+    except BaseException:
+        print(f"the daemon's log ends:\n{daemon.log()[-LOG_TAIL:]}", file=sys.stderr)
+        raise
     finally:
         code = daemon.stop()
         log = daemon.log()

@@ -7,7 +7,7 @@ few numbers, and the machine's reading is set by the test.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from modeld.shared.capacity import (
     MemorySnapshot,
     ModelFacts,
 )
-from modeld.shared.errors import ModeldError, ModelNotFound
+from modeld.shared.errors import ModeldError, ModelNotFound, WorkerUnavailable
 from modeld.shared.messages import (
     CloseOp,
     CloseResult,
@@ -177,6 +177,7 @@ class Worker:
     heartbeat: Heartbeat | None = None
     refusals: dict[type, ModeldError] = field(default_factory=dict)  # by operation
     gates: dict[type, asyncio.Event] = field(default_factory=dict)  # by operation
+    unreachable: Callable[[], None] | None = None  # it left just now; what knowing it does
 
     def beat(self) -> None:
         self.heartbeat = Heartbeat(progress=0, busy_op=0, cold_bytes=self.cold)
@@ -188,7 +189,13 @@ class Worker:
     async def ready(self, deadline: float | None) -> Hello:
         return self.hello
 
+    async def loss_known(self) -> None:
+        assert self.unreachable is not None
+        self.unreachable()
+
     def call(self, generation: int, payload: Payload, credit: int = 0) -> _Operation:
+        if self.unreachable is not None:
+            raise WorkerUnavailable("Nothing was sent to the worker: Host unreachable.")
         self.sent.append(payload)
         gate = self.gates.get(type(payload))
         refusal = self.refusals.get(type(payload))

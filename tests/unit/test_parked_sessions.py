@@ -14,11 +14,13 @@ import pytest
 from modeld.shared.capacity import CapacityRequest, PlacedUse, SlotUse
 from modeld.shared.errors import (
     ContextOverflow,
+    GenerationStale,
     InsufficientMemory,
     InvalidRequest,
     ManifestMismatch,
     SessionClosed,
     UnsupportedFeature,
+    WorkerUnavailable,
 )
 from modeld.shared.messages import (
     ForkOp,
@@ -451,6 +453,22 @@ async def test_a_worker_that_dies_takes_parked_sessions_with_it(small: Slots) ->
     assert slot.held().total == 0
     with pytest.raises(Exception, match="generation"):
         await use(slot, first)
+
+
+async def test_a_call_to_a_worker_that_just_died_is_told_that_its_session_is_gone(
+    small: Slots,
+) -> None:
+    slot, worker = slot_of(small)
+    first, *_ = await open_several(small)
+    death = Death("signal", "SIGKILL", -9, "killed", None, ())
+    worker.unreachable = lambda: slot.worker_died(death)
+    with pytest.raises(GenerationStale) as told:
+        await use(slot, first)
+    assert "killed" in told.value.metadata["cause"]
+    first.generation = slot.sessions.generation  # one that nobody lost
+    worker.unreachable = lambda: None
+    with pytest.raises(WorkerUnavailable):
+        await slot.call(ParkOp(session_id="s"))
 
 
 async def test_an_open_whose_answer_comes_with_the_worker_s_death_is_made_anew(
