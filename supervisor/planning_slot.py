@@ -88,8 +88,11 @@ class PlanningSlot(SlotCore):
         if resident is None:
             return question
         cold = None if self.cannot_park else resident.cold
+        # The worker's account counts one that is being closed until it has answered that.
+        there = min(question.use.sessions, self.sessions.resident)
         return replace(
             question,
+            use=replace(question.use, sessions=there),
             cold_ram_bytes=cold.ram_bytes if cold else 0,
             batched=len(self.sessions.in_batch),
         )

@@ -23,6 +23,7 @@ from modeld.shared.errors import (
     WorkerUnavailable,
 )
 from modeld.shared.messages import (
+    CloseOp,
     ForkOp,
     OpenOp,
     ParkOp,
@@ -729,6 +730,26 @@ async def test_a_parked_source_is_brought_back_to_be_forked(small: Slots) -> Non
     await fork(small, source)
     assert [type(one) for one in worker.sent] == [ParkOp, ResumeOp, ParkOp, ForkOp]
     assert parked(slot) == ids([second, third])
+
+
+async def test_a_session_that_is_being_closed_is_in_no_fork_s_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = make_slots(tmp_path, monkeypatch, max_sessions=SEVERAL)
+    slot, worker = slot_of(slots)
+    source, closing, _, busy = await open_several(slots, SEVERAL + 1)
+    assert parked(slot) == [source.session_id]
+    busy.operations.add(object())  # type: ignore[arg-type]
+    worker.gates[CloseOp] = gate = asyncio.Event()
+    close = asyncio.create_task(slot.close(closing, why="test"))
+    await asyncio.sleep(0)
+    forked = await fork(slots, source)
+    assert not source.parked
+    gate.set()
+    await close
+    assert len(slot.sessions.all()) == SEVERAL + 1
+    assert slot.use.sessions == slot.sessions.resident
+    assert forked.session.session_id in worker.contexts
 
 
 async def test_a_fork_that_does_not_fit_is_refused_with_the_numbers_and_changes_nothing(
